@@ -1,0 +1,89 @@
+"""Files of shared memory: born complete, mapped, read as 64-bit words.
+
+A file appears under its name only when it is complete (LEDGER.md rule 12): it is made without a name (O_TMPFILE), its
+space is reserved with ``posix_fallocate`` (a full tmpfs is an error here, not a SIGBUS later), filled, and then linked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from .errors import OutOfSpace
+
+
+def reserve(fd: int, nbytes: int, path: Path) -> None:
+    """Reserves `nbytes` for the file, or raises ``OutOfSpace`` with nothing kept."""
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            os.ftruncate(fd, 0)
+            raise OutOfSpace(
+                f"{nbytes} bytes do not fit on the tmpfs of {path}: put the runtime directory on a larger tmpfs, or ask for less",
+                needed=nbytes,
+                path=str(path),
+            ) from None
+        raise
+
+
+class Region:
+    """One shared file mapped into this process.
+
+    ``words`` is its memory as unsigned 64-bit words (whole loads and stores on x86-64), ``address`` where it begins.
+    """
+
+    def __init__(self, path: Path, fd: int, *, writable: bool = True) -> None:
+        self.path = path
+        self.nbytes = os.fstat(fd).st_size
+        self.writable = writable
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self._map = mmap.mmap(fd, self.nbytes, flags=mmap.MAP_SHARED, prot=access)
+        self.bytes = memoryview(self._map)
+        self.words = self.bytes[: self.nbytes // 8 * 8].cast("Q")
+        if writable:
+            self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        else:
+            import numpy
+
+            self.address = numpy.frombuffer(self._map, numpy.uint8).ctypes.data
+
+    @classmethod
+    def open(cls, path: Path, *, writable: bool = True) -> Region:
+        """Maps an existing file of ours; never follows a symbolic link."""
+        fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            return cls(path, fd, writable=writable)
+        finally:
+            os.close(fd)
+
+    @classmethod
+    def create(cls, path: Path, nbytes: int, fill: Callable[[Region], None] = lambda _: None) -> Region:
+        """Makes the file: reserved, filled by `fill`, mapped, and only then linked under its name (FileExistsError)."""
+        folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = -1
+        try:
+            fd = os.open(path.parent, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+            reserve(fd, nbytes, path)
+            region = cls(path, fd)
+            fill(region)
+            # Naming the folder by a descriptor makes CPython call linkat, which alone follows the link in /proc.
+            os.link(f"/proc/self/fd/{fd}", path.name, dst_dir_fd=folder, follow_symlinks=True)
+        finally:
+            if fd >= 0:
+                os.close(fd)
+            os.close(folder)
+        return region
+
+    def close(self) -> None:
+        """Unmaps. Arrays over it that still live keep the mapping until they are collected."""
+        self.words.release()
+        self.bytes.release()
+        try:
+            self._map.close()
+        except BufferError:
+            pass  # an array still looks at it: the mapping goes with the last of them

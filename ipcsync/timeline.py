@@ -1,0 +1,289 @@
+"""One event's timeline, seen from one process: the rounds that it records and waits for.
+
+This is the client's half of the ledger's rules; shared events, channels and shared arrays are all built on it. The
+other half is ``condemn.py``. The order of the stores and loads below is the point, see LEDGER.md rules 2 to 5 in
+docs/design/ledger.md: announce (a wait entry, an intent), *then* load what may forbid it, *then* act.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from . import linux
+from .errors import IpcSyncError, PeerDied, PeerFailed, RecorderBusy, ResourceLost, StaleHandle, WaitTimeout, WouldBlock
+from .ledger import FOREVER, Block, Cell, Ledger, pack_wait, unpack_wait
+from .waiting import Deadline, wait_word
+
+if TYPE_CHECKING:
+    from .backends.base import Backend, RawStream
+    from .session import Session
+
+
+def verdict_error(ledger: Ledger, cell: int, name: str) -> IpcSyncError:
+    """What a verdict on this cell means to whoever waits for it."""
+    words, at = ledger.words, ledger.cell(cell)
+    cause, pid = words[at + Cell.CAUSE], words[at + Cell.CULPRIT_PID]
+    who, first_bad = ledger.read_text(at + Cell.CULPRIT_NAME), words[at + Cell.VERDICT]
+    fields = {"session": who, "pid": pid, "round": first_bad, "name": name}
+    peer = f"session {who!r} (pid {pid})"
+    again = f"rounds of {name!r} from {first_bad} on will never be true; create or open the name anew"
+    if cause == Cell.FAILED:
+        return PeerFailed(f"work of {peer} raised: {again}", **fields)
+    if cause == Cell.RESOURCE_LOST:
+        return ResourceLost(f"the broker lost {name!r} in its restart: {again}", **fields)
+    if cause == Cell.CONDEMNED_BY_OPERATOR:
+        return PeerDied(f"an operator condemned {name!r}: {again}", **fields)
+    if cause == Cell.SILENT:
+        return PeerDied(f"{peer} is stopped or silent and its lease ran out: {again}", **fields)
+    return PeerDied(f"{peer} died: {again}", **fields)
+
+
+class WaitTable:
+    """This session's outstanding device waits, where a condemner finds them: one entry an event, its furthest round."""
+
+    def __init__(self, ledger: Ledger, block: int) -> None:
+        self._ledger = ledger
+        self._words = ledger.words
+        self._at = ledger.block(block) + Block.WAITS
+        self._free = list(range(Block.WAIT_COUNT))
+        self._of_cell: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def announce(self, cell: int, round: int) -> bool:
+        """Stores the entry; False when the table is full of waits that are still outstanding."""
+        with self._lock:
+            slot = self._of_cell.get(cell)
+            if slot is not None:
+                entry = pack_wait(cell, round)
+                if self._words[self._at + slot] < entry:
+                    self._words[self._at + slot] = entry
+                return True
+            if not self._free and not self._prune():
+                return False
+            slot = self._free.pop()
+            self._of_cell[cell] = slot
+            self._words[self._at + slot] = pack_wait(cell, round)
+            return True
+
+    def _prune(self) -> bool:
+        """Drops entries whose round is complete, or whose verdict has been passed on and released."""
+        words, ledger = self._words, self._ledger
+        for cell, slot in list(self._of_cell.items()):
+            _, round = unpack_wait(words[self._at + slot])
+            at = ledger.cell(cell)
+            if words[at + Cell.WORD] >= round:
+                words[self._at + slot] = 0
+                del self._of_cell[cell]
+                self._free.append(slot)
+        return bool(self._free)
+
+
+class Timeline:
+    """The rounds of one incarnation. Thread-safe. `cuda_event` is the backend's event, recorded too when asked for."""
+
+    def __init__(
+        self,
+        session: Session,
+        backend: Backend,
+        cell: int,
+        incarnation: int,
+        name: str,
+        *,
+        cuda_event: Any = None,
+        by_event: bool = False,
+    ) -> None:
+        self.session, self.backend, self.cell, self.incarnation, self.name = session, backend, cell, incarnation, name
+        self.cuda_event, self.by_event = cuda_event, by_event
+        self.region = session.ledger.region
+        self.at = session.ledger.cell(cell)
+        self._words = session.ledger.words
+        self._lock = threading.Lock()
+        self._last_stream: Any = None
+        self._told = session.taint
+        self._pen = False
+        self._polled = backend.device_writes
+
+    # -- reading
+
+    @property
+    def issued(self) -> int:
+        """The last round submitted to its stream; 0 before the first."""
+        return int(self._words[self.at + Cell.ISSUED])
+
+    @property
+    def completed(self) -> int:
+        """The last round that is complete and true."""
+        return self.session.ledger.completed(self.cell)
+
+    @property
+    def verdict(self) -> int:
+        """The first round that will never be true; ``FOREVER`` while there is none."""
+        return int(self._words[self.at + Cell.VERDICT])
+
+    def stale(self) -> bool:
+        return bool(self._words[self.at + Cell.INCARNATION] != self.incarnation)
+
+    def error(self) -> IpcSyncError:
+        """Why rounds from the verdict on are not to be had."""
+        return verdict_error(self.session.ledger, self.cell, self.name)
+
+    def check(self, round: int) -> None:
+        """Raises if `round` can no longer come true, or if nothing can be waited for in this session."""
+        self.session.check()
+        if self._words[self.at + Cell.VERDICT] <= round or self.stale():
+            self.refuse(round)
+
+    def refuse(self, round: int) -> None:
+        if self.stale():
+            raise StaleHandle(
+                f"{self.name!r} has ended and its place was given away: open the name again", name=self.name
+            )
+        raise self.error()
+
+    # -- recording
+
+    @property
+    def has_pen(self) -> bool:
+        return self._pen
+
+    def take_pen(self, grant: Callable[[], None]) -> None:
+        """Makes this process the recorder; `grant` asks the broker, which alone writes RECORDER."""
+        with self._lock:
+            if not self._pen:
+                grant()
+                self._pen = True
+                self._last_stream = None
+
+    def drop_pen(self, deadline: Deadline, give_back: Callable[[], None]) -> None:
+        """Lets the pen go once everything issued is complete."""
+        with self._lock:
+            if self._pen:
+                self.wait_host(self.issued, deadline)
+                give_back()
+                self._pen = False
+
+    def record(self, raw: RawStream) -> int:
+        """Marks the next round on the stream and returns its number. The caller holds the pen."""
+        words, at = self._words, self.at
+        with self._lock:
+            if not self._pen:
+                raise RecorderBusy(
+                    f"this session does not hold the pen of {self.name!r}: record() takes it", name=self.name
+                )
+            self.session.check()
+            round = words[at + Cell.ISSUED] + 1
+            words[at + Cell.INTENT] = round  # announce ...
+            if words[at + Cell.VERDICT] <= round or self.stale():  # ... check ...
+                self.refuse(round)
+            if self.session.taint != self._told:
+                words[at + Cell.INTENT] = round - 1
+                self._told = self.session.taint
+                raise self.session.taint_error()
+            key = self.backend.stream_key(raw)
+            if key != self._last_stream and self._last_stream is not None and words[at + Cell.WORD] < round - 1:
+                # Another stream than the last: rounds complete in order, so it waits for the round before.
+                self.session.enqueue_wait(
+                    self.backend, raw, self.region, at + Cell.WORD, round - 1, Deadline(None), self.name
+                )
+            self.backend.write(raw, self.region, at + Cell.WORD, round, verdict=at + Cell.VERDICT, failed=self._failed)
+            if words[at + Cell.FLAGS] & Cell.MIRROR and self.cuda_event is not None:
+                self.backend.event_record(self.cuda_event, raw)
+                words[at + Cell.CUDA_ROUND] = round
+            self._last_stream = key
+            words[at + Cell.ISSUED] = round  # ... and say so
+        linux.futex_wake(self.region.address + 8 * (at + Cell.ISSUED))
+        return int(round)
+
+    def _failed(self, error: BaseException) -> None:
+        """The stream's work before this record raised: the round will never be true."""
+        self.session.condemn_own(self, error)
+
+    # -- waiting
+
+    def resolve(self, round: int | None) -> int:
+        """The round a wait without one means: the latest issued, and at least the first."""
+        return max(1, self.issued) if round is None else round
+
+    def wait_issued(self, round: int, deadline: Deadline, *, block: bool = True) -> None:
+        """The host step: returns once `round` was submitted."""
+        words, at = self._words, self.at
+        if words[at + Cell.ISSUED] < round:
+            if not block:
+                self.check(round)
+                raise WouldBlock(f"round {round} of {self.name!r} is not issued yet (issued: {self.issued})")
+            wait_word(
+                self.region,
+                at + Cell.ISSUED,
+                round,
+                deadline,
+                check=lambda: self._between_slices(round),
+                what=lambda: f"the record of round {round} of {self.name!r} (issued: {self.issued})",
+            )
+
+    def wait_host(self, round: int, deadline: Deadline) -> None:
+        """The host waits for the completion of `round`: a commit point, what it lets pass is true."""
+        words, at = self._words, self.at
+        if round == 0:
+            return
+        if words[at + Cell.WORD] < round:
+            wait_word(
+                self.region,
+                at + Cell.WORD,
+                round,
+                deadline,
+                check=lambda: self._between_slices(round),
+                what=lambda: f"round {round} of {self.name!r} (issued: {self.issued}, completed: {self.completed})",
+                polled=self._polled,
+            )
+        self.check(round)  # the word first, the verdict after
+
+    def wait(self, raw: RawStream, round: int, deadline: Deadline, *, block: bool = True) -> None:
+        """Makes the stream wait for `round`; the host waits only until it is issued. On the host's own thread the
+        stream is the caller, so this is :meth:`wait_host`."""
+        words, at = self._words, self.at
+        if self.backend.is_thread(raw):
+            if not block and words[at + Cell.WORD] < round:
+                self.check(round)
+                raise WouldBlock(f"round {round} of {self.name!r} is not complete yet (completed: {self.completed})")
+            self.wait_host(round, deadline)
+            return
+        self.wait_issued(round, deadline, block=block)
+        if words[at + Cell.WORD] >= round:
+            self.check(round)
+            return
+        if not self.session.waits.announce(self.cell, round):
+            self.wait_host(round, deadline)  # more waits outstanding than a block has room for
+            return
+        self.check(round)
+        if self.by_event:
+            self.backend.event_wait(self.cuda_event, raw)
+        else:
+            try:
+                self.session.enqueue_wait(
+                    self.backend, raw, self.region, at + Cell.WORD, round, deadline, self.name, block=block
+                )
+            except WaitTimeout:
+                self.check(round)
+                raise
+
+    def query(self, round: int | None) -> bool:
+        """Whether `round` (or the latest issued) is complete and true; False when nothing was issued."""
+        if round is None:
+            round = self.issued
+            if round == 0:
+                self.check(1)
+                return False
+        done = self._words[self.at + Cell.WORD] >= round
+        self.check(round)
+        return bool(done)
+
+    def _between_slices(self, round: int) -> None:
+        self.check(round)
+        recorder = self._words[self.at + Cell.RECORDER]
+        if recorder and self.session.ledger.dying(recorder - 1):
+            self.session.suspect(recorder - 1)
+
+
+__all__ = ["FOREVER", "Timeline", "WaitTable", "verdict_error"]

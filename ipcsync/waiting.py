@@ -1,0 +1,68 @@
+"""How a host waits: a deadline, and sleeping until a word of shared memory has reached a value.
+
+A word that a host writes is slept on by its futex: the writer always wakes. A GPU cannot wake a futex, so a word that
+a device writes is polled: a short spin, then naps of 50 us growing to 1 ms (5 % of a core at worst). Either way a
+sleep is a slice of at most 50 ms, and between slices `check` runs: it raises whatever ends the wait early (a verdict,
+a closed session), and is where a waiter notices a death that no broker is there to see.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from . import linux
+from .errors import WaitTimeout
+from .shm import Region
+
+SLICE = 0.05
+_SPINS = 200
+
+
+class Deadline:
+    """A moment by which a host wait must have ended; ``Deadline(None)`` never comes."""
+
+    __slots__ = ("at", "timeout")
+
+    def __init__(self, timeout: float | None) -> None:
+        self.timeout = timeout
+        self.at = None if timeout is None else time.monotonic() + timeout
+
+    def left(self, at_most: float = SLICE) -> float:
+        """Seconds left, `at_most` that many; 0 when it has passed."""
+        return at_most if self.at is None else max(0.0, min(at_most, self.at - time.monotonic()))
+
+
+def wait_word(
+    region: Region,
+    index: int,
+    target: int,
+    deadline: Deadline,
+    *,
+    check: Callable[[], None],
+    what: Callable[[], str],
+    polled: bool = False,
+) -> None:
+    """Returns once word `index` of `region` is at least `target`. `WaitTimeout` names `what()` was waited for."""
+    words = region.words
+    if words[index] >= target:
+        return
+    address = region.address + 8 * index
+    nap = 50e-6
+    if polled:
+        for _ in range(_SPINS):
+            if words[index] >= target:
+                return
+    while True:
+        check()
+        seen = words[index]
+        if seen >= target:
+            return
+        left = deadline.left()
+        if left == 0.0:
+            raise WaitTimeout(f"{what()} did not come within {deadline.timeout:g} s", timeout=deadline.timeout)
+        if polled:
+            time.sleep(min(nap, left))
+            nap = min(nap * 1.5, 1e-3)
+        else:
+            linux.futex_wait(address, seen, left)
