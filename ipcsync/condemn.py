@@ -62,7 +62,7 @@ def condemn(
     release: bool = True,
     failpoint: Callable[[str], None] = _nothing,
 ) -> Report:
-    """Ends the incarnation of `cells` and of all that hangs on them; `release` forces their words (their writer is dead).
+    """Ends the incarnation of `cells` and of all that hangs on them; `release` forces their words (the writer is dead).
 
     A cell that has a verdict already keeps it: verdicts never move. Its word is still released when asked for.
     """
@@ -91,7 +91,7 @@ def condemn(
 
 
 def release_word(ledger: Ledger, cell: int) -> None:
-    """Lets go whoever waits on the word. Called again at each tick: a dying GPU context may still write a round over it."""
+    """Lets go whoever waits on the word. Again at each tick: a dying GPU context may still write a round over it."""
     at = ledger.cell(cell) + Cell.WORD
     if ledger.words[at] != FOREVER:
         ledger.words[at] = FOREVER

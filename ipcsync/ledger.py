@@ -89,7 +89,7 @@ def unpack_wait(entry: int) -> tuple[int, int]:
 
 
 class Ledger:
-    """A mapped page. ``words`` is all of it; ``block(i)`` and ``cell(i)`` give the index of a block's or cell's first word."""
+    """A mapped page. ``words`` is all of it; ``block(i)`` and ``cell(i)`` are the indices of their first words."""
 
     def __init__(self, region: Region) -> None:
         self.region = region
@@ -106,7 +106,7 @@ class Ledger:
 
     @classmethod
     def create(cls, path: Path, *, sessions: int = 256, events: int = 16384) -> Ledger:
-        """Makes the page under `path`, complete: its space reserved, its header written, every cell without a verdict."""
+        """Makes the page under `path`, complete: its space reserved, its header written, every cell free."""
         cells_at = PAGE * (1 + sessions)
         nbytes = cells_at + events * CELL_WORDS * 8
 
@@ -166,7 +166,7 @@ class Ledger:
         return min(word, self.words[at + Cell.VERDICT] - 1)
 
     def open_cell(self, cell: int, incarnation: int, *, flags: int = 0, base: int = 0) -> None:
-        """Gives a cell to a new incarnation whose rounds start at base + 1. The broker's call; the cell must be free."""
+        """Gives a free cell to a new incarnation whose rounds start at base + 1. The broker's call."""
         words, at = self.words, self.cell(cell)
         for i in range(CELL_WORDS):
             words[at + i] = 0

@@ -24,7 +24,7 @@ def reserve(fd: int, nbytes: int, path: Path) -> None:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             os.ftruncate(fd, 0)
             raise OutOfSpace(
-                f"{nbytes} bytes do not fit on the tmpfs of {path}: put the runtime directory on a larger tmpfs, or ask for less",
+                f"{nbytes} bytes do not fit on the tmpfs of {path}: use a larger tmpfs, or ask for less",
                 needed=nbytes,
                 path=str(path),
             ) from None

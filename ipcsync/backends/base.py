@@ -74,7 +74,7 @@ class Backend(ABC):
 
     @abstractmethod
     def foreign_stream(self, stream: object) -> tuple[RawStream, int] | None:
-        """(raw, device) of somebody else's stream object (CuPy's, torch's, ``__cuda_stream__``, an int); None if it is none."""
+        """(raw, device) of somebody else's stream object (CuPy's, torch's, ``__cuda_stream__``, an int), or None."""
 
     @abstractmethod
     def using_stream(self, raw: RawStream, device: int) -> AbstractContextManager[None]:
@@ -152,8 +152,9 @@ class Backend(ABC):
     ) -> None:
         """Stores `value` in word `index` when the stream gets there, and wakes whoever sleeps on it.
 
-        On the host a store is left out when the word at index `verdict` says that the round was condemned; and on a
-        stream whose earlier call raised, `failed` is called with that error instead of the store.
+        On the host: when the word at index `verdict` says that the round was condemned, ``FOREVER`` is stored instead,
+        which releases whoever waits and never takes a forced release back; and on a stream whose earlier call raised,
+        `failed` is called with that error instead of the store.
         """
 
     @abstractmethod
