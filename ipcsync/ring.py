@@ -1,0 +1,329 @@
+"""The control files of channels and shared arrays: where every word is, who writes it, and what the broker does there.
+
+A control file is a small shared file that the broker makes; writer and readers map it. Like the ledger it has no locks:
+each word has one writer at a time, and the broker inherits the words of the dead. How a writer chooses a buffer and a
+reader takes an item is in ``turns.py``; this module is the layout, and the broker's calls:
+
+=====================  ==============================================================================================
+call                   when
+=====================  ==============================================================================================
+``create``             create_channel: the file appears complete, epoch 1 on the channel's first event cell
+``free_reader``        join_reader: a reader cell that nobody has, or None (``QuotaExceeded`` of ``max_readers``)
+``join``               join_reader: gives the cell; returns the first item the reader must account for
+``leave``              leave_reader: the reader has released everything and its device work on it is done
+``retire``             the reader's lease ran out (it is stopped): it gets nothing more, what it holds stays held
+``drop``               the reader is dying: its words are released by force; again at each tick until it is gone
+``forget``             it is gone: the cell may be given to another
+``highest_item``       join_writer after a condemned epoch: the new base is at least this and the old cell's INTENT
+``new_epoch``          join_writer after a condemned epoch: readers that wait go on at base + 1, with the new cell
+``end``                leave_writer(end="closed" | "failed"): no items after the last issued one, for good
+``create_array`` ...   the same for shared arrays: ``join_array``, and leave, drop, forget, free_reader as above
+=====================  ==============================================================================================
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from . import linux
+from .errors import ProtocolMismatch
+from .ledger import FOREVER, Cell, Ledger
+from .shm import Region
+from .wire import ArraySpec, ChannelSpec
+
+MAGIC = int.from_bytes(b"IPCSRING", "little")
+VERSION = 1
+ARRAY_META_BYTES = 4096
+
+
+class Head:
+    """Words of the header: 512, a line apart where their writers differ."""
+
+    MAGIC, VERSION, NBYTES, DEPTH, MAX_READERS, META_BYTES, EXTENTS = 0, 1, 2, 3, 4, 5, 6
+    ITEMS_AT, BUFFERS_AT, READERS_AT, BUFFER_WORDS, READER_WORDS = 8, 9, 10, 11, 12
+    # the broker:
+    ROSTER = 16  # grows after every change of a reader cell's STATE or START
+    EPOCH, EPOCH_CELL, EPOCH_INCARNATION, EPOCH_BASE = 24, 25, 26, 27  # EPOCH is stored last
+    END_AT, END_REASON, END_PID = 32, 33, 34  # END_AT: the item number after the last; 0 while the stream is open
+    END_NAME = 40  # ..47: the session that ended it
+    # the writer:
+    CLAIMED = 64  # highest item whose buffer may be written again; arrays: the version begun last
+    DROPPED = 65  # highest item taken from `latest` readers that had not taken it
+    META_LEN = 66  # arrays: bytes of the version's meta
+    # the readers, all of them: each stores a value that no other store has had, then wakes
+    DOORBELL = 72
+    WORDS = 512
+    CLOSED, FAILED = 1, 2
+
+
+class Item:
+    """Words of an item's header; item k is at k % depth. The writer's. NUMBER is 0 while it changes."""
+
+    NUMBER, BUFFER, EPOCH = 0, 1, 2
+    ASSIGN = 8  # ..23: which member of each reader group it is for (reserved)
+    WORDS = 24
+
+
+class Buffer:
+    """Words of a buffer's record: the writer's, but for VOID. EXTENT_WORDS follow, then the bytes of meta."""
+
+    ITEM = 0  # the item it holds; 0 before the first
+    SIZES = 1  # 1 << 32 if extents are stored (the item is smaller than the field), plus the bytes of meta
+    VOID = 2  # the broker: equals ITEM when that item was condemned with its epoch, so nobody will take it
+    EXTENTS = 8
+
+
+class Reader:
+    """Words of a reader's cell; TAKEN, RELEASED and DONE are `depth` words each, from `Control`'s offsets."""
+
+    STATE, OWNER, POLICY, START, GROUP = 0, 1, 2, 3, 4  # broker; OWNER: block + 1
+    CURSOR, UNTIL, SKIPPED, COUNT = 8, 9, 10, 11  # reader; UNTIL: the last item it accounts for, FOREVER while it reads
+    BEGUN, RELEASED, DONE = 8, 9, 16  # of an array's reader: reads begun and ended (host), ended (device)
+    WORDS = 16
+    FREE, ACTIVE, RETIRED = 0, 1, 2
+    BLOCK, LATEST = 1, 2
+
+
+def _lines(words: int) -> int:
+    return (words + 7) // 8 * 8
+
+
+class Control:
+    """A mapped control file, of a channel or an array (``depth`` 0)."""
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+        self.words = words = region.words
+        if words[Head.MAGIC] != MAGIC or words[Head.VERSION] != VERSION:
+            raise ProtocolMismatch(
+                f"{region.path} has control layout {words[Head.VERSION]}, this ipcsync reads layout {VERSION}: "
+                "run the broker and its clients from versions that share one",
+                theirs=words[Head.VERSION],
+                ours=VERSION,
+            )
+        self.depth, self.max_readers = words[Head.DEPTH], words[Head.MAX_READERS]
+        self._items, self._buffers, self._readers = (
+            words[Head.ITEMS_AT],
+            words[Head.BUFFERS_AT],
+            words[Head.READERS_AT],
+        )
+        self._buffer_words, self._reader_words = words[Head.BUFFER_WORDS], words[Head.READER_WORDS]
+        line = _lines(self.depth)
+        self.taken, self.released, self.done = (Reader.WORDS + i * line for i in range(3))
+        self.meta_words = Buffer.EXTENTS + _lines(words[Head.EXTENTS])
+
+    def item(self, number: int) -> int:
+        return int(self._items + number % self.depth * Item.WORDS)
+
+    def buffer(self, index: int) -> int:
+        return int(self._buffers + index * self._buffer_words)
+
+    def meta_at(self, buffer: int) -> int:
+        """Byte offset of a buffer's meta in the file."""
+        return 8 * (self.buffer(buffer) + self.meta_words)
+
+    def reader(self, cell: int) -> int:
+        return int(self._readers + cell * self._reader_words)
+
+    def ring_bell(self, value: int) -> None:
+        """Wakes the writer. `value` must differ from every other store here in its low half."""
+        self.words[Head.DOORBELL] = value
+        linux.futex_wake(self.region.address + 8 * Head.DOORBELL)
+
+    def wake(self, word: int) -> None:
+        linux.futex_wake(self.region.address + 8 * word)
+
+
+def bell(cell: int, count: int) -> int:
+    """The `count`-th ring of the reader of `cell`: 9 bits of cell + 1 above 23 bits of count; cell + 1 = 0: the broker."""
+    return (cell + 1) << 23 | count & 0x7FFFFF
+
+
+def open_control(path: Path) -> Control:
+    return Control(Region.open(path))
+
+
+# -- the broker: channels
+
+
+def create(path: Path, spec: ChannelSpec, *, cell: int, incarnation: int) -> Control:
+    """Makes a channel's control file. `cell` and `incarnation` are of the event that its items are rounds of."""
+    extents = sum(len(field.shape) for field in spec.fields)
+    buffer_words = _lines(Buffer.EXTENTS + _lines(extents) + (spec.meta_bytes + 7) // 8)
+    reader_words = Reader.WORDS + 3 * _lines(spec.depth)
+    items_at = Head.WORDS
+    buffers_at = items_at + _lines(spec.depth * Item.WORDS)
+    readers_at = buffers_at + spec.depth * buffer_words
+    nbytes = 8 * (readers_at + spec.max_readers * reader_words)
+
+    def fill(region: Region) -> None:
+        words = region.words
+        words[Head.VERSION], words[Head.NBYTES] = VERSION, nbytes
+        words[Head.DEPTH], words[Head.MAX_READERS] = spec.depth, spec.max_readers
+        words[Head.META_BYTES], words[Head.EXTENTS] = spec.meta_bytes, extents
+        words[Head.ITEMS_AT], words[Head.BUFFERS_AT], words[Head.READERS_AT] = items_at, buffers_at, readers_at
+        words[Head.BUFFER_WORDS], words[Head.READER_WORDS] = buffer_words, reader_words
+        words[Head.EPOCH], words[Head.EPOCH_CELL], words[Head.EPOCH_INCARNATION] = 1, cell, incarnation
+        words[Head.MAGIC] = MAGIC
+
+    return Control(Region.create(path, nbytes, fill))
+
+
+def free_reader(control: Control) -> int | None:
+    """A reader cell that nobody has; None when all ``max_readers`` are taken."""
+    for cell in range(control.max_readers):
+        if control.words[control.reader(cell) + Reader.STATE] == Reader.FREE:
+            return cell
+    return None
+
+
+def join(
+    control: Control,
+    ledger: Ledger,
+    cell: int,
+    *,
+    block: int,
+    policy: Literal["block", "latest"] = "block",
+    start: Literal["next", "oldest"] = "next",
+    group: int = 0,
+) -> int:
+    """Gives a free reader cell to the session of `block`; returns the first item that it must account for.
+
+    The writer stores CLAIMED, then looks at the cells; this stores the cell, fences, then looks at CLAIMED. So of every
+    item either the writer sees that this reader wants it, or this sees that it was given up. The fence is here because
+    joins are rare.
+    """
+    words, at = control.words, control.reader(cell)
+    event = ledger.cell(words[Head.EPOCH_CELL])
+    cursor = ledger.words[event + Cell.ISSUED] + 1 if start == "next" else words[Head.EPOCH_BASE] + 1
+    for b in range(control.depth):
+        # Not DONE: a wait of the writer's stream on what the cell's last owner left there may still be outstanding.
+        words[at + control.released + b] = words[at + control.taken + b] = 0
+    words[at + Reader.OWNER], words[at + Reader.GROUP] = block + 1, group
+    words[at + Reader.POLICY] = Reader.LATEST if policy == "latest" else Reader.BLOCK
+    words[at + Reader.UNTIL], words[at + Reader.SKIPPED], words[at + Reader.COUNT] = FOREVER, 0, 0
+    words[at + Reader.START] = words[at + Reader.CURSOR] = cursor
+    words[at + Reader.STATE] = Reader.ACTIVE
+    words[Head.ROSTER] += 1
+    linux.membarrier()
+    first = max(cursor, words[Head.CLAIMED] + 1)
+    for b in range(control.depth):
+        # Every wait ever put on these words was for a claimed item, so this satisfies them all.
+        words[at + control.done + b] = words[at + control.taken + b] = words[at + control.released + b] = first - 1
+    words[at + Reader.START] = words[at + Reader.CURSOR] = first
+    _changed(control)
+    return int(first)
+
+
+def leave(control: Control, cell: int) -> None:
+    """The reader is done with everything, on the device too: the cell is free."""
+    control.words[control.reader(cell) + Reader.STATE] = Reader.FREE
+    _changed(control)
+
+
+def retire(control: Control, cell: int) -> None:
+    """The reader's lease ran out: it is asked for no more items, and what it holds stays held until it is gone.
+
+    It stores TAKEN, then looks at STATE; this stores STATE, then fences: afterwards the writer sees all it ever took.
+    """
+    control.words[control.reader(cell) + Reader.STATE] = Reader.RETIRED
+    linux.membarrier()
+    _changed(control)
+
+
+def drop(control: Control, cell: int) -> None:
+    """The reader is dying: releases its words by force. A write of its device may still land after this, so it is done
+    again at each tick until the process is gone. These words order re-use and carry no data: nothing is condemned."""
+    words, at = control.words, control.reader(cell)
+    first = words[at + Reader.STATE] != Reader.RETIRED
+    words[at + Reader.STATE] = Reader.RETIRED
+    depth, done = (control.depth, control.done) if control.depth else (1, Reader.DONE)
+    released = control.released if control.depth else Reader.RELEASED
+    for b in range(depth):
+        words[at + released + b] = FOREVER
+        if words[at + done + b] != FOREVER:
+            words[at + done + b] = FOREVER
+            control.wake(at + done + b)
+            first = True
+    if first:
+        _changed(control)
+
+
+def forget(control: Control, cell: int) -> None:
+    """The process of a dropped reader is gone: nothing of it writes these words any more."""
+    leave(control, cell)
+
+
+def _changed(control: Control) -> None:
+    """The roster changed: a writer that waits looks again."""
+    words = control.words
+    words[Head.ROSTER] += 1
+    control.ring_bell(words[Head.ROSTER] & 0x7FFFFF)  # no reader's ring looks like this: see `bell`
+
+
+def highest_item(control: Control) -> int:
+    """The highest item number that a dead writer may have left in a buffer, issued or not."""
+    return max(int(control.words[control.buffer(b) + Buffer.ITEM]) for b in range(control.depth))
+
+
+def new_epoch(control: Control, *, cell: int, incarnation: int, base: int, first_bad: int) -> int:
+    """A new writer's epoch, whose items start at `base` + 1 on the event `cell`; returns its number.
+
+    Items of the old epoch from `first_bad` (its verdict) on will be taken by nobody, so their buffers are marked void.
+    """
+    words = control.words
+    for b in range(control.depth):
+        item = words[control.buffer(b) + Buffer.ITEM]
+        if item >= first_bad:
+            words[control.buffer(b) + Buffer.VOID] = item
+    words[Head.EPOCH_BASE], words[Head.EPOCH_CELL], words[Head.EPOCH_INCARNATION] = base, cell, incarnation
+    words[Head.EPOCH] += 1
+    control.wake(Head.EPOCH)
+    return int(words[Head.EPOCH])
+
+
+def end(
+    control: Control, ledger: Ledger, reason: Literal["closed", "failed"], *, pid: int = 0, session: str = ""
+) -> None:
+    """Ends the stream after its last issued item. `pid` and `session` (its name) say whose failure it was."""
+    words, event = control.words, ledger.cell(control.words[Head.EPOCH_CELL])
+    words[Head.END_PID] = pid
+    raw = session.encode()[:64].ljust(64, b"\0")
+    for i in range(8):
+        words[Head.END_NAME + i] = int.from_bytes(raw[8 * i : 8 * i + 8], "little")
+    words[Head.END_REASON] = Head.FAILED if reason == "failed" else Head.CLOSED
+    words[Head.END_AT] = ledger.words[event + Cell.ISSUED] + 1
+    ledger.wake(event + Cell.ISSUED)
+    control.wake(Head.EPOCH)
+
+
+# -- the broker: shared arrays
+
+
+def create_array(path: Path, spec: ArraySpec) -> Control:
+    """Makes a shared array's control file: reader cells, and room for one version's meta behind them."""
+    reader_words = 24
+    meta_at = Head.WORDS + spec.max_readers * reader_words
+    nbytes = 8 * meta_at + ARRAY_META_BYTES
+
+    def fill(region: Region) -> None:
+        words = region.words
+        words[Head.VERSION], words[Head.NBYTES] = VERSION, nbytes
+        words[Head.MAX_READERS], words[Head.META_BYTES] = spec.max_readers, ARRAY_META_BYTES
+        words[Head.READERS_AT], words[Head.READER_WORDS] = Head.WORDS, reader_words
+        words[Head.BUFFERS_AT] = meta_at
+        words[Head.MAGIC] = MAGIC
+
+    return Control(Region.create(path, nbytes, fill))
+
+
+def join_array(control: Control, cell: int, *, block: int) -> None:
+    """Gives a free reader cell of an array to the session of `block`. What it counts goes on from its last owner's
+    count: a wait of the writer's stream on it may still be outstanding."""
+    words, at = control.words, control.reader(cell)
+    count = words[at + Reader.BEGUN]
+    words[at + Reader.RELEASED] = words[at + Reader.DONE] = count
+    words[at + Reader.OWNER] = block + 1
+    words[at + Reader.STATE] = Reader.ACTIVE
+    _changed(control)
