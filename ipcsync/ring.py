@@ -136,7 +136,7 @@ class Control:
 
 
 def bell(cell: int, count: int) -> int:
-    """The `count`-th ring of the reader of `cell`: 9 bits of cell + 1 above 23 bits of count; cell + 1 = 0: the broker."""
+    """The `count`-th ring of the reader of `cell`: 9 bits of cell + 1 above 23 of count; cell + 1 = 0: the broker."""
     return (cell + 1) << 23 | count & 0x7FFFFF
 
 
