@@ -28,7 +28,7 @@ NAMES = (*_SIZES, *_ML_SIZES)
 def dtype_name(dtype: Any) -> str:
     """The name of a dtype given as a name, a numpy, cupy, ml_dtypes or torch dtype, or a Python type.
 
-    ``InvalidArgument`` for what has no fixed meaning in another process: objects, strings, dates, records, swapped bytes.
+    ``InvalidArgument`` for what means nothing fixed in another process: objects, strings, dates, swapped bytes.
     """
     name = dtype if isinstance(dtype, str) else str(dtype)
     name = name.removeprefix("torch.")
@@ -42,7 +42,7 @@ def dtype_name(dtype: Any) -> str:
         raise InvalidArgument(f"dtype {dtype!r} is none of {', '.join(NAMES)}") from None
     if not found.isnative or found.name not in (*_SIZES, *_ML_SIZES):
         raise InvalidArgument(f"dtype {dtype!r} cannot be shared: use one of {', '.join(NAMES)}")
-    return found.name
+    return str(found.name)
 
 
 def itemsize(name: str) -> int:
@@ -68,4 +68,5 @@ def numpy_dtype(name: str) -> numpy.dtype[Any]:
     kind = getattr(ml_dtypes, name, None)
     if kind is None:
         raise Unsupported(f"this ml_dtypes has no {name}: pip install --upgrade ml_dtypes")
-    return numpy.dtype(kind)
+    found: numpy.dtype[Any] = numpy.dtype(kind)
+    return found

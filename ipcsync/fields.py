@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,14 +16,15 @@ from .errors import InvalidArgument
 from .wire import FieldSpec
 
 ALIGNMENT = 256
+_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,120}")
 SINGLE = "array"  # the name of the one field of a channel made with shape= and dtype=
 
 
 class Field:
     """One field of a channel's slots or of a shared array: its greatest shape (elements an axis) and its dtype.
 
-    An item may be smaller (``slot.resize``). ``()`` is one element. ``dtype`` is a name (``"float32"``, ``"bfloat16"``),
-    a numpy, cupy, ml_dtypes or torch dtype, or a Python type.
+    An item may be smaller (``slot.resize``). ``()`` is one element. ``dtype`` is a name (``"float32"``,
+    ``"bfloat16"``), a numpy, cupy, ml_dtypes or torch dtype, or a Python type.
     """
 
     __slots__ = ("dtype", "shape")
@@ -71,6 +73,8 @@ def layout(fields: Mapping[str, Field]) -> tuple[tuple[FieldSpec, ...], int]:
         raise InvalidArgument("fields is empty: give at least one Field")
     specs, offset = [], 0
     for name, field in fields.items():
+        if not _NAME.fullmatch(name):
+            raise InvalidArgument(f"field name {name!r}: use 1 to 120 letters, digits, '_', '.' and '-'")
         if not isinstance(field, Field):
             raise InvalidArgument(f"fields[{name!r}] is {field!r}: give a Field(shape, dtype)")
         specs.append(FieldSpec(name=name, shape=field.shape, dtype=field.dtype, offset=offset))

@@ -44,7 +44,7 @@ class Head:
     ITEMS_AT, BUFFERS_AT, READERS_AT, BUFFER_WORDS, READER_WORDS = 8, 9, 10, 11, 12
     # the broker:
     ROSTER = 16  # grows after every change of a reader cell's STATE or START
-    EPOCH, EPOCH_CELL, EPOCH_INCARNATION, EPOCH_BASE = 24, 25, 26, 27  # EPOCH is stored last
+    EPOCH = 24  # of the writer now, or of the last one; its line of the table is complete before this says so
     END_AT, END_REASON, END_PID = 32, 33, 34  # END_AT: the item number after the last; 0 while the stream is open
     END_NAME = 40  # ..47: the session that ended it
     # the writer:
@@ -53,8 +53,18 @@ class Head:
     META_LEN = 66  # arrays: bytes of the version's meta
     # the readers, all of them: each stores a value that no other store has had, then wakes
     DOORBELL = 72
+    # the broker: the last EPOCHS epochs, for readers that were busy while writers came and went; see `Epoch`
+    TABLE, EPOCHS = 128, 64
     WORDS = 512
     CLOSED, FAILED = 1, 2
+
+
+class Epoch:
+    """Words of an epoch's line in the table (epoch e is at e % EPOCHS). The broker's."""
+
+    NUMBER, CELL, INCARNATION, BASE = 0, 1, 2, 3  # its items start at BASE + 1
+    BAD = 4  # once a later epoch began: the first item of this one that was condemned
+    WORDS = 5
 
 
 class Item:
@@ -78,7 +88,7 @@ class Reader:
     """Words of a reader's cell; TAKEN, RELEASED and DONE are `depth` words each, from `Control`'s offsets."""
 
     STATE, OWNER, POLICY, START, GROUP = 0, 1, 2, 3, 4  # broker; OWNER: block + 1
-    CURSOR, UNTIL, SKIPPED, COUNT = 8, 9, 10, 11  # reader; UNTIL: the last item it accounts for, FOREVER while it reads
+    CURSOR, UNTIL, SKIPPED = 8, 9, 10  # reader; UNTIL: the last item it accounts for, FOREVER while it reads
     BEGUN, RELEASED, DONE = 8, 9, 16  # of an array's reader: reads begun and ended (host), ended (device)
     WORDS = 16
     FREE, ACTIVE, RETIRED = 0, 1, 2
@@ -111,7 +121,7 @@ class Control:
         self._buffer_words, self._reader_words = words[Head.BUFFER_WORDS], words[Head.READER_WORDS]
         line = _lines(self.depth)
         self.taken, self.released, self.done = (Reader.WORDS + i * line for i in range(3))
-        self.meta_words = Buffer.EXTENTS + _lines(words[Head.EXTENTS])
+        self.meta_words = Buffer.EXTENTS + _lines(words[Head.EXTENTS]) if self.depth else 0
 
     def item(self, number: int) -> int:
         return int(self._items + number % self.depth * Item.WORDS)
@@ -119,9 +129,17 @@ class Control:
     def buffer(self, index: int) -> int:
         return int(self._buffers + index * self._buffer_words)
 
-    def meta_at(self, buffer: int) -> int:
-        """Byte offset of a buffer's meta in the file."""
+    def meta_at(self, buffer: int = 0) -> int:
+        """Byte offset of a buffer's meta in the file; of an array's, which has one."""
         return 8 * (self.buffer(buffer) + self.meta_words)
+
+    def epoch(self, number: int) -> int:
+        return Head.TABLE + number % Head.EPOCHS * Epoch.WORDS
+
+    @property
+    def event_cell(self) -> int:
+        """The ledger cell whose rounds are the items of the epoch now."""
+        return int(self.words[self.epoch(self.words[Head.EPOCH]) + Epoch.CELL])
 
     def reader(self, cell: int) -> int:
         return int(self._readers + cell * self._reader_words)
@@ -164,7 +182,9 @@ def create(path: Path, spec: ChannelSpec, *, cell: int, incarnation: int) -> Con
         words[Head.META_BYTES], words[Head.EXTENTS] = spec.meta_bytes, extents
         words[Head.ITEMS_AT], words[Head.BUFFERS_AT], words[Head.READERS_AT] = items_at, buffers_at, readers_at
         words[Head.BUFFER_WORDS], words[Head.READER_WORDS] = buffer_words, reader_words
-        words[Head.EPOCH], words[Head.EPOCH_CELL], words[Head.EPOCH_INCARNATION] = 1, cell, incarnation
+        line = Head.TABLE + Epoch.WORDS
+        words[line + Epoch.NUMBER], words[line + Epoch.CELL], words[line + Epoch.INCARNATION] = 1, cell, incarnation
+        words[Head.EPOCH] = 1
         words[Head.MAGIC] = MAGIC
 
     return Control(Region.create(path, nbytes, fill))
@@ -195,14 +215,16 @@ def join(
     joins are rare.
     """
     words, at = control.words, control.reader(cell)
-    event = ledger.cell(words[Head.EPOCH_CELL])
-    cursor = ledger.words[event + Cell.ISSUED] + 1 if start == "next" else words[Head.EPOCH_BASE] + 1
+    if start == "next":
+        cursor = ledger.words[ledger.cell(control.event_cell) + Cell.ISSUED] + 1
+    else:
+        cursor = words[control.epoch(words[Head.EPOCH]) + Epoch.BASE] + 1
     for b in range(control.depth):
         # Not DONE: a wait of the writer's stream on what the cell's last owner left there may still be outstanding.
         words[at + control.released + b] = words[at + control.taken + b] = 0
     words[at + Reader.OWNER], words[at + Reader.GROUP] = block + 1, group
     words[at + Reader.POLICY] = Reader.LATEST if policy == "latest" else Reader.BLOCK
-    words[at + Reader.UNTIL], words[at + Reader.SKIPPED], words[at + Reader.COUNT] = FOREVER, 0, 0
+    words[at + Reader.UNTIL], words[at + Reader.SKIPPED] = FOREVER, 0
     words[at + Reader.START] = words[at + Reader.CURSOR] = cursor
     words[at + Reader.STATE] = Reader.ACTIVE
     words[Head.ROSTER] += 1
@@ -277,17 +299,22 @@ def new_epoch(control: Control, *, cell: int, incarnation: int, base: int, first
         item = words[control.buffer(b) + Buffer.ITEM]
         if item >= first_bad:
             words[control.buffer(b) + Buffer.VOID] = item
-    words[Head.EPOCH_BASE], words[Head.EPOCH_CELL], words[Head.EPOCH_INCARNATION] = base, cell, incarnation
-    words[Head.EPOCH] += 1
+    number = words[Head.EPOCH] + 1
+    words[control.epoch(number - 1) + Epoch.BAD] = first_bad
+    at = control.epoch(number)
+    words[at + Epoch.CELL], words[at + Epoch.INCARNATION] = cell, incarnation
+    words[at + Epoch.BASE], words[at + Epoch.BAD] = base, 0
+    words[at + Epoch.NUMBER] = number
+    words[Head.EPOCH] = number
     control.wake(Head.EPOCH)
-    return int(words[Head.EPOCH])
+    return int(number)
 
 
 def end(
     control: Control, ledger: Ledger, reason: Literal["closed", "failed"], *, pid: int = 0, session: str = ""
 ) -> None:
     """Ends the stream after its last issued item. `pid` and `session` (its name) say whose failure it was."""
-    words, event = control.words, ledger.cell(control.words[Head.EPOCH_CELL])
+    words, event = control.words, ledger.cell(control.event_cell)
     words[Head.END_PID] = pid
     raw = session.encode()[:64].ljust(64, b"\0")
     for i in range(8):

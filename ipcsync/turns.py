@@ -1,0 +1,187 @@
+"""Whose turn a buffer is: the writer's choice and the readers' takes, decided on the control file's words alone.
+
+A buffer may be written again when no reader wants its item any more. Nobody asks anybody: the writer announces what it
+is about to take (CLAIMED, DROPPED), then looks at the readers' cells; a reader announces what it takes (TAKEN), then
+looks at what may forbid it. x86 lets a store pass a later load, so one side of each pair pays for a fence, always the
+rarer one: the broker in a join, a retirement and a verdict, the writer when it drops an item of a ``latest`` reader.
+
+A block reader that takes items in order needs no check at all: nothing it has not released is ever written again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from . import linux
+from .ledger import FOREVER
+from .ring import Buffer, Control, Head, Item, Reader, bell
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """An attached reader as the writer knows it, until the roster changes."""
+
+    taken: int
+    released: int
+    done: int
+    until: int
+    start: int
+    latest: bool
+    retired: bool
+    owner: int
+
+
+class Choice:
+    """The writer's side: which buffer the next item goes in. One thread at a time."""
+
+    def __init__(self, control: Control) -> None:
+        self.control = control
+        self.words = words = control.words
+        self.items = [int(words[control.buffer(b) + Buffer.ITEM]) for b in range(control.depth)]
+        self.order = sorted(range(control.depth), key=self.items.__getitem__)  # oldest item first; not those in use
+        self._readers: list[_Seen] = []
+        self._roster = -1
+
+    def pick(self) -> tuple[int, list[tuple[int, int]]] | None:
+        """(a buffer, the waits that the writer's stream must do first: (word of the control file, value)); None when
+        all are in use. The buffer is the caller's until `keep` or `put_back`."""
+        for place, b in enumerate(self.order):
+            item = self.items[b]
+            waits: list[tuple[int, int]] = []
+            if item == 0 or self._free(b, item, waits):
+                del self.order[place]
+                return b, waits
+        return None
+
+    def keep(self, b: int, item: int) -> None:
+        """The buffer holds `item` now."""
+        self.items[b] = item
+        self.order.append(b)
+
+    def put_back(self, b: int) -> None:
+        """Nothing was published in it. What it held is gone, but was claimed: nobody will ask for it."""
+        self.order.insert(0, b)
+
+    def blockers(self) -> set[int]:
+        """The ledger blocks of the readers for whom the writer waits: where to look for a death."""
+        self._look()
+        items = [(b, self.items[b]) for b in self.order]
+        return {r.owner - 1 for r in self._readers if any(self._wants(r, b, item) for b, item in items)}
+
+    def _look(self) -> None:
+        control, words = self.control, self.words
+        self._roster = words[Head.ROSTER]
+        self._readers = []
+        for cell in range(control.max_readers):
+            at = control.reader(cell)
+            if words[at + Reader.STATE] != Reader.FREE:
+                self._readers.append(
+                    _Seen(
+                        at + control.taken,
+                        at + control.released,
+                        at + control.done,
+                        at + Reader.UNTIL,
+                        words[at + Reader.START],
+                        words[at + Reader.POLICY] == Reader.LATEST,
+                        words[at + Reader.STATE] == Reader.RETIRED,
+                        words[at + Reader.OWNER],
+                    )
+                )
+
+    def _wants(self, r: _Seen, b: int, item: int) -> bool:
+        """Whether this reader holds the item, or is still to have it."""
+        words = self.words
+        if item < r.start or words[r.released + b] >= item:
+            # A retired reader's device work may never end, if it is stopped: no stream may be made to wait for it.
+            return r.retired and item >= r.start and words[r.done + b] < item
+        if words[r.taken + b] >= item:
+            return True
+        void = words[self.control.buffer(b) + Buffer.VOID] == item
+        return not (r.latest or r.retired or void or words[r.until] < item)
+
+    def _free(self, b: int, item: int, waits: list[tuple[int, int]]) -> bool:
+        words = self.words
+        while True:
+            if words[Head.ROSTER] != self._roster:
+                self._look()
+            dropped = False
+            waits.clear()
+            for r in self._readers:
+                if self._wants(r, b, item):
+                    return False
+                if item >= r.start:
+                    if words[r.released + b] < item:
+                        dropped = True
+                    elif words[r.done + b] < item:
+                        waits.append((r.done + b, item))
+            if words[Head.CLAIMED] < item:
+                words[Head.CLAIMED] = item  # announce, then look who is there
+            if words[Head.ROSTER] == self._roster:
+                break
+        if not dropped:
+            return True
+        if words[Head.DROPPED] < item:
+            words[Head.DROPPED] = item
+        linux.membarrier()
+        return all(item < r.start or words[r.released + b] >= item or words[r.taken + b] < item for r in self._readers)
+
+
+class Turn:
+    """A reader's side: its cell, what it takes and gives back."""
+
+    def __init__(self, control: Control, cell: int, start: int) -> None:
+        self.control, self.cell, self.next = control, cell, start
+        self.words = control.words
+        self.at = control.reader(cell)
+        self.taken, self.released, self.done = (
+            self.at + control.taken,
+            self.at + control.released,
+            self.at + control.done,
+        )
+        self._rings = itertools.count(1)  # counts whole whichever thread releases
+
+    def take(self, number: int, *, latest: bool = False) -> int | None:
+        """The buffer of item `number`, which was issued; None when a ``latest`` reader came too late for it."""
+        words = self.words
+        at = self.control.item(number)
+        if words[at + Item.NUMBER] != number:
+            return None
+        b = int(words[at + Item.BUFFER])
+        if latest and words[at + Item.NUMBER] != number:  # the writer was at work on it: BUFFER may be another item's
+            return None
+        before = words[self.taken + b]
+        words[self.taken + b] = number
+        if latest and words[Head.DROPPED] >= number:
+            words[self.taken + b] = before
+            self.ring()
+            return None
+        words[self.at + Reader.CURSOR] = self.next = number + 1
+        return b
+
+    @property
+    def attached(self) -> bool:
+        """False once the broker retired the cell: the session was taken for dead. To be asked after a take."""
+        return bool(self.words[self.at + Reader.STATE] == Reader.ACTIVE)
+
+    def release(self, b: int, number: int) -> None:
+        """The host is done with it; on the device it is once DONE says so, which must be under way before this."""
+        self.words[self.released + b] = number
+        self.ring()
+
+    def ring(self) -> None:
+        self.control.ring_bell(bell(self.cell, next(self._rings)))
+
+    def stop(self) -> None:
+        """Wants nothing further: the writer need not wait for what was not taken."""
+        if self.words[self.at + Reader.UNTIL] == FOREVER:
+            self.words[self.at + Reader.UNTIL] = self.next - 1
+            self.ring()
+
+
+def publish(control: Control, b: int, number: int, epoch: int) -> None:
+    """Writes the item's header; it counts once the item's round is issued."""
+    words, at = control.words, control.item(number)
+    words[at + Item.NUMBER] = 0
+    words[at + Item.BUFFER], words[at + Item.EPOCH] = b, epoch
+    words[at + Item.NUMBER] = number
