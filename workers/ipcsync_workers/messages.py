@@ -1,0 +1,80 @@
+"""What supervisor and worker say to each other, over a socket pair that keeps messages apart: msgpack of these structs.
+
+The pair is also how each learns of the other's end: it reads as closed.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+LARGEST = 1 << 17
+
+
+class Plan(Struct, tag=True):
+    """Supervisor to worker, first: what to run."""
+
+    stage: str
+    call: str
+    folder: str
+    directory: str  # the runtime directory
+    namespace: str
+    inputs: list[str]
+    outputs: list[str]
+    params: dict[str, Any]
+    device: str | None
+    policy: Literal["block", "latest"]
+    counters: int  # descriptor of the counters' page
+    keep_open: bool  # may be restarted: on failure its channels are left, not ended
+    patient: list[str]  # inputs whose writer may be restarted: wait for the next one
+    resume: dict[str, int] | None = None  # started again: the last item finished of each input
+
+
+class Ready(Struct, tag=True):
+    """Worker to supervisor: imported, connected, its channels open."""
+
+
+class Go(Struct, tag=True):
+    """Supervisor to worker: every stage is ready, nothing written now is missed."""
+
+
+class Drain(Struct, tag=True):
+    """Supervisor to worker: make nothing new, finish what was begun."""
+
+
+class Done(Struct, tag=True):
+    """Worker to supervisor, last: the stage has returned."""
+
+    counts: dict[str, int] = {}
+
+
+class Failed(Struct, tag=True):
+    """Worker to supervisor, last. ``consequence``: it failed because another stage did, or was told to stop."""
+
+    traceback: str
+    consequence: bool
+    counts: dict[str, int] = {}
+
+
+FromWorker = Ready | Done | Failed
+FromSupervisor = Plan | Go | Drain
+
+
+def send(end: socket.socket, message: Struct) -> None:
+    """Sends one message; a peer that is gone is no error here, its end is seen elsewhere."""
+    try:
+        end.send(msgspec.msgpack.encode(message))
+    except (BrokenPipeError, ConnectionResetError):
+        pass
+
+
+def receive(end: socket.socket, kind: Any) -> Any:
+    """The next message, or None when the peer is gone."""
+    try:
+        frame = end.recv(LARGEST)
+    except ConnectionResetError:
+        return None
+    return msgspec.msgpack.decode(frame, type=kind) if frame else None

@@ -1,0 +1,137 @@
+"""Running one stage without a broker, a channel or another process: for unit tests of stages.
+
+::
+
+    def test_edges_of_a_flat_picture_are_black():
+        [edges] = run_stage(stages.edges, inputs=[np.full((8, 8, 3), 100, np.uint8)])
+        assert not edges.array.any()
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ipcsync.errors import EndOfStream, InvalidState
+
+from .stage import Stage, run
+
+
+@dataclass
+class Item:
+    """One item: ``array`` (or ``item["field"]``), ``meta``, ``number`` (from 1)."""
+
+    value: Any
+    meta: dict[str, Any] = field(default_factory=dict)
+    number: int = 0
+    discarded: bool = False
+
+    @property
+    def array(self) -> Any:
+        if isinstance(self.value, Mapping):
+            raise InvalidState(f"this item has fields {', '.join(self.value)}: use slot[name]")
+        return self.value
+
+    def __getitem__(self, name: str) -> Any:
+        return self.value[name]
+
+    def __len__(self) -> int:
+        return len(self.value) if isinstance(self.value, Mapping) else 1
+
+    def resize(self, name: str, shape: Sequence[int]) -> None:
+        """This item's extent of one field, within what it was given."""
+        self.value[name] = self.value[name][tuple(slice(0, extent) for extent in shape)]
+
+    def discard(self) -> None:
+        self.discarded = True
+
+    def confirm(self) -> None:
+        """Nothing here can be unfinished."""
+
+    def release(self) -> None:
+        """Nothing waits for it here."""
+
+
+class _Any:
+    """An output whose shape nobody said: takes whatever is assigned to the whole of it."""
+
+    value: Any = None
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if key is not Ellipsis and key != slice(None):
+            raise InvalidState(
+                "only out[...] = result works on an output without a shape: pass run_stage(..., output=array_like)"
+            )
+        self.value = copy.deepcopy(value)
+
+
+class _Inputs:
+    def __init__(self, items: Iterable[Any]) -> None:
+        self._items = [_item(each, number) for number, each in enumerate(items, start=1)]
+        self._next = 0
+
+    def slots(self, *, timeout: float | None = None) -> Iterator[Item]:
+        while self._next < len(self._items):
+            with self.get() as item:
+                yield item
+
+    @contextmanager
+    def get(self, *, timeout: float | None = None) -> Iterator[Item]:
+        if self._next == len(self._items):
+            raise EndOfStream("every input that the test gave was read")
+        self._next += 1
+        yield self._items[self._next - 1]
+
+
+class _Outputs:
+    def __init__(self, like: Any) -> None:
+        self._like = like
+        self.items: list[Item] = []
+
+    @contextmanager
+    def slot(self, *, meta: Mapping[str, Any] | None = None, timeout: float | None = None) -> Iterator[Item]:
+        # The buffer is the test's own array, copied: whatever it holds before shows an output not filled whole.
+        value = _Any() if self._like is None else copy.deepcopy(self._like)
+        item = Item(value, dict(meta or {}), len(self.items) + 1)
+        yield item
+        if not item.discarded:
+            item.value = item.value.value if isinstance(item.value, _Any) else item.value
+            self.items.append(item)
+
+
+def _item(given: Any, number: int) -> Item:
+    array, meta = given if isinstance(given, tuple) else (given, {})
+    if hasattr(array, "flags") and hasattr(array.flags, "writeable"):
+        array = array.view()
+        array.flags.writeable = False  # as a stage gets it
+    return Item(array, dict(meta), number)
+
+
+def run_stage(
+    function: Callable[..., Any],
+    inputs: Iterable[Any] | Mapping[str, Iterable[Any]] = (),
+    *,
+    output: Any = None,
+    outputs: Mapping[str, Any] | None = None,
+    params: Mapping[str, Any] | None = None,
+    device: Any = "cpu",
+) -> Any:
+    """Runs a stage function to its end and returns what it wrote.
+
+    `inputs` are the items of its input: arrays, or ``(array, meta)``; a map of such lists where it has several. An
+    item of a channel with fields is a map of arrays. `output` is an array (or map of arrays) like the output's buffer;
+    without it, ``out[...] = result`` takes any shape. `outputs` names several, and then the result is a map too.
+    Returns a list of :class:`Item`, each with ``array``, ``meta`` and ``number``.
+    """
+    import ipcsync
+
+    stage = Stage(getattr(function, "__name__", "stage"), params=dict(params or {}), device=ipcsync.Device(device))
+    given = inputs if isinstance(inputs, Mapping) else {"input": inputs}
+    stage.inputs = {name: _Inputs(items) for name, items in given.items()}
+    made = {name: _Outputs(like) for name, like in (outputs or {"output": output}).items()}
+    stage.outputs = dict(made)
+    run(function, stage)
+    return {name: each.items for name, each in made.items()} if outputs else made["output"].items

@@ -1,0 +1,147 @@
+"""One stage in a process of its own: ``python -m ipcsync_workers.worker FD``, started by the supervisor.
+
+Two threads: the main one runs the stage; the other listens to the supervisor, and when that is gone ends the process.
+SIGTERM stops the stage where it is (as Ctrl-C would); the supervisor sends it when another stage has failed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import ipcsync
+from ipcsync.errors import PeerDied, SessionClosed
+
+from . import messages
+from .calls import CallInvalid, resolve
+from .counters import Counters
+from .stage import Input, Output, Stage, run
+
+_GRACE = 3.0  # seconds that a stage has to leave by itself once its supervisor is gone
+
+
+class Stopped(BaseException):
+    """Raised in the stage by SIGTERM."""
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once: what cleans up is not to be interrupted again
+    raise Stopped
+
+
+def main(fd: int) -> int:
+    """Runs one stage; the exit status is 0 when it returned."""
+    os.set_inheritable(fd, False)
+    end = socket.socket(fileno=fd)
+    plan = messages.receive(end, messages.Plan)
+    if plan is None:
+        return 1
+    signal.signal(signal.SIGTERM, _stop)
+    counters = Counters(plan.counters, plan.inputs, plan.outputs)
+    counts: dict[str, int] = {}
+    try:
+        with ExitStack() as stack:
+            _work(plan, end, counters, counts, stack)
+    except (Stopped, SessionClosed):
+        messages.send(end, messages.Failed("", True, counts))
+        return 1
+    except BaseException as error:
+        consequence = isinstance(error, PeerDied)
+        messages.send(end, messages.Failed(_explain(error), consequence, counts))
+        return 1
+    messages.send(end, messages.Done(counts))
+    return 0
+
+
+def _work(
+    plan: messages.Plan, end: socket.socket, counters: Counters, counts: dict[str, int], stack: ExitStack
+) -> None:
+    os.chdir(plan.folder)  # params name paths relative to the file
+    function = resolve(plan.call, Path(plan.folder))
+    session = stack.enter_context(
+        ipcsync.connect(plan.directory, name=plan.stage, namespace=plan.namespace, default_timeout=None)
+    )
+    device = ipcsync.Device(plan.device)
+    if device.type == "cpu":
+        stream = ipcsync.current_stream(device)
+    else:
+        stream = stack.enter_context(ipcsync.Stream(device))
+
+    def expected(items: int) -> None:
+        counters.expected = items
+
+    stage = Stage(plan.stage, params=plan.params, device=device, stream=stream, session=session, expected=expected)
+    for name in plan.inputs:
+        reader = session.open_channel(name).reader(
+            policy=plan.policy,
+            start="next" if plan.resume is None else "oldest",
+            on_writer_death="wait" if name in plan.patient else "raise",
+        )
+        after = (plan.resume or {}).get(name, 0)
+        stage.inputs[name] = Input(stack.enter_context(reader), counters.inputs[name], stage, resume_after=after)
+    for name in plan.outputs:
+        writer = session.open_channel(name).writer()
+        stack.push(_leave(writer, detach=plan.keep_open))
+        stage.outputs[name] = Output(writer, counters.outputs[name], stage)
+    go = threading.Event()
+    threading.Thread(target=_listen, args=(end, stage, go), name="supervisor", daemon=True).start()
+    messages.send(end, messages.Ready())
+    go.wait()
+    try:
+        run(function, stage)
+    finally:
+        counts.update(stage.counts)
+
+
+def _leave(writer: Any, *, detach: bool) -> Callable[..., None]:
+    """Ends the writer's channel as the stage ended; one that may be started again leaves it open when it failed."""
+
+    def leave(kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if error is not None and detach:
+            writer.detach()
+        else:
+            writer.__exit__(kind, error, trace)
+
+    return leave
+
+
+def _listen(end: socket.socket, stage: Stage, go: threading.Event) -> None:
+    while True:
+        message = messages.receive(end, messages.FromSupervisor)
+        if message is None:
+            break
+        if isinstance(message, messages.Drain):
+            stage.draining = True
+        go.set()
+    # The supervisor is gone, and so is the terminal's Ctrl-C: nobody else would ever end this process.
+    go.set()
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(_GRACE)
+    os._exit(1)
+
+
+def _explain(error: BaseException) -> str:
+    """The traceback, from the user's first frame on: how a stage is called is not his to read."""
+    if isinstance(error, CallInvalid):
+        return str(error)
+    ours = str(Path(__file__).parent) + os.sep
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
+        trace = trace.tb_next
+    shown = traceback.TracebackException(type(error), error, trace or error.__traceback__)
+    return "".join(shown.format())[-messages.LARGEST // 2 :]
+
+
+if __name__ == "__main__":
+    status = main(int(sys.argv[1]))
+    sys.stdout.flush()
+    sys.exit(status)
