@@ -1,0 +1,76 @@
+"""``ipcsync broker``: starts a broker here or in the background, or stops the one that runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from ipcsync import runtime
+from ipcsync.errors import BrokerRunning, BrokerUnavailable, IpcSyncError, PermissionDenied, RuntimeDirectory
+
+EXIT = {BrokerRunning: 3, BrokerUnavailable: 3, RuntimeDirectory: 2, PermissionDenied: 2}
+
+
+_QUOTAS = {
+    "sessions": "Sessions at a time.",
+    "events": "Events, channels and arrays in all.",
+    "channels": "Channels and arrays in all.",
+    "bytes": "Bytes of memory that the broker owns, in all.",
+    "session-events": "Events, channels and arrays of one session.",
+    "session-channels": "Channels and arrays of one session.",
+    "session-bytes": "Bytes that the broker owns for one session.",
+}
+
+
+@click.command()
+@click.option("--detach", is_flag=True, help="Start it in the background, and return when it can be reached.")
+@click.option("--stop", "stopping", is_flag=True, help="End the broker that runs there.")
+@click.option("--linger", is_flag=True, help="Leave with the last session.")
+@click.option(
+    "--runtime-dir",
+    type=click.Path(path_type=Path),
+    help="Where it meets its sessions. [default: $IPCSYNC_RUNTIME_DIR, or /dev/shm/ipcsync-<uid>]",
+)
+@click.option("--ready-fd", type=int, hidden=True)
+def broker(
+    detach: bool, stopping: bool, linger: bool, runtime_dir: Path | None, ready_fd: int | None, **limits: int | None
+) -> None:
+    """Serves one runtime directory, in the foreground until SIGTERM or Ctrl-C.
+
+    Exit status: 2 the directory cannot be used, 3 a broker runs there already (or, for --stop, none does).
+    """
+    from . import launch
+    from .model import Quotas
+
+    given = {name.removeprefix("max_"): value for name, value in limits.items() if value is not None}
+    try:
+        if stopping:
+            click.echo(f"stopped broker (pid {launch.stop(runtime_dir)})")
+        elif detach:
+            options = [f"--max-{name.replace('_', '-')}={value}" for name, value in given.items()]
+            child = launch.start(runtime_dir, linger=linger, options=options)
+            click.echo(f"broker (pid {child.pid}) serves {runtime.directory(runtime_dir, create=False)}")
+        else:
+            quotas = Quotas(**{name.replace("bytes", "nbytes"): value for name, value in given.items()})
+            launch.serve(runtime_dir, quotas=quotas, linger=linger, ready=lambda: _tell(ready_fd))
+    except IpcSyncError as error:
+        click.echo(f"ipcsync broker: {error}", err=True)
+        sys.exit(EXIT.get(type(error), 1))
+
+
+for _name, _text in _QUOTAS.items():
+    broker.params.append(click.Option([f"--max-{_name}"], type=click.IntRange(min=1), help=_text))
+
+
+def _tell(fd: int | None) -> None:
+    """The one who started us waits for this byte; if we fail, for the end of the pipe."""
+    if fd is not None:
+        os.write(fd, b"1")
+        os.close(fd)
+
+
+if __name__ == "__main__":
+    broker(prog_name="ipcsync broker")

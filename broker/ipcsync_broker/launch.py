@@ -1,0 +1,141 @@
+"""Starting a broker: in this process (``serve``), or as a process of its own that outlives the caller (``start``)."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ipcsync import __version__, errors, linux, runtime
+from ipcsync.ledger import Header, Ledger, new_token
+
+from .model import Quotas
+from .resources import Resources, sweep_events
+from .server import Server
+from .state import State
+
+LOG = "broker.log"  # what a detached broker says
+LONELY = 30.0  # seconds after which a lingering broker leaves if nobody ever came
+STOP_WITHIN = 10.0
+EXIT_RUNNING = 3
+_OURS = re.compile(r"ledger|journal|broker\.sock|announce\.sock|(ctl|mem)-\d+|smem-\d+-\d+")
+
+
+def serve(
+    directory: Path | None = None,
+    *,
+    quotas: Quotas | None = None,
+    linger: bool = False,
+    ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Runs a broker in this process until it is told to stop (SIGTERM, SIGINT). ``BrokerRunning`` if one runs there.
+
+    `linger`: it leaves with its last session. `ready` is called once it can be reached.
+    """
+    where = runtime.directory(directory, create=True)
+    os.environ["IPCSYNC_RUNTIME_DIR"] = str(where)  # where the host backend puts memory
+    lock = runtime.Lock(where)
+    lock.acquire()
+    try:
+        quotas = quotas or Quotas()
+        sweep(where)
+        ledger = Ledger.create(where / runtime.LEDGER, sessions=quotas.sessions, events=quotas.events)
+        boot = new_token()
+        ledger.set_boot(boot)
+        ledger.words[Header.PID] = os.getpid()
+        ledger.words[Header.START] = linux.start_time(os.getpid())
+        resources = Resources(where, ledger)
+        state = State(
+            boot=boot,
+            facts=resources,
+            uids=frozenset({os.getuid()}),
+            pid_namespace=linux.pid_namespace(),
+            now=time.monotonic(),
+            quotas=quotas,
+            linger=LONELY if linger else None,
+            version=__version__,
+            ledger=runtime.LEDGER,
+            announce=runtime.announce_endpoint(where),
+        )
+        Server(where, lock, state, resources).serve(ready)
+        if not state.sessions:
+            sweep(where)
+            (where / LOG).unlink(missing_ok=True)
+            lock.release(unlink=True)
+    finally:
+        lock.release()
+
+
+def sweep(directory: Path) -> None:
+    """Removes what a dead broker and its sessions left here. Only under the lock, and only files of ours by kind: the
+    directory is ours alone, but somebody may keep other things in it."""
+    for path in directory.iterdir():
+        found = path.lstat()
+        kind = stat.S_ISREG(found.st_mode) or stat.S_ISSOCK(found.st_mode)
+        if kind and found.st_uid == os.getuid() and _OURS.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+    sweep_events(directory)
+
+
+def start(
+    directory: Path | None = None, *, linger: bool = False, options: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
+    """Starts a broker as a daemon of its own, and returns when it can be reached.
+
+    `options` are those of ``ipcsync broker``. Raises what kept it from starting: ``BrokerRunning``, a
+    ``RuntimeDirectory`` that cannot be used, or ``BrokerUnavailable`` with the end of what it said.
+    """
+    where = runtime.directory(directory, create=True)
+    pid = runtime.broker_pid(where)
+    if pid is not None:
+        raise errors.BrokerRunning(f"a broker (pid {pid}) already serves {where}", pid=pid)
+    read, write = os.pipe()
+    command = [sys.executable, "-m", "ipcsync_broker", "--runtime-dir", str(where), "--ready-fd", str(write), *options]
+    with open(where / LOG, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as said:
+        child = subprocess.Popen(
+            [*command, "--linger"] if linger else command,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+            pass_fds=[write],
+            cwd="/",
+        )
+    os.close(write)
+    with open(read, "rb") as pipe:
+        if pipe.read() == b"1":
+            return child
+    child.wait()
+    said_last = (where / LOG).read_text(errors="replace").strip().splitlines()[-1:] if (where / LOG).exists() else []
+    if child.returncode == EXIT_RUNNING:
+        raise errors.BrokerRunning(*said_last, pid=runtime.broker_pid(where) or 0)
+    raise errors.BrokerUnavailable(f"the broker did not start (exit status {child.returncode}): {' '.join(said_last)}")
+
+
+def stop(directory: Path | None = None) -> int:
+    """Ends the broker of the directory and returns its pid; ``BrokerUnavailable`` when there is none, or it stays."""
+    where = runtime.directory(directory, create=False)
+    pid = runtime.broker_pid(where)
+    if not pid:
+        raise errors.BrokerUnavailable(
+            f"no broker serves {where}" if pid is None else f"the broker of {where} runs in another pid namespace"
+        )
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return pid
+    try:
+        if runtime.broker_pid(where) == pid:  # else the pid may be somebody else's by now
+            signal.pidfd_send_signal(fd, signal.SIGTERM)
+            if not select.select([fd], [], [], STOP_WITHIN + 2.0)[0]:
+                raise errors.BrokerUnavailable(f"the broker (pid {pid}) does not leave: `kill -9 {pid}` ends it")
+    finally:
+        os.close(fd)
+    return pid

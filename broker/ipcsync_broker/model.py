@@ -1,0 +1,356 @@
+"""What the broker knows, and what goes in and out of its decisions. Plain data: no I/O here, none in what uses it.
+
+``Session`` and ``Thing`` are also what the journal holds (as msgpack maps), so that a restarted broker knows them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from msgspec import Struct
+
+from ipcsync import wire
+from ipcsync.dtypes import itemsize
+
+LEASE = 3.5  # seconds of silence of a *stopped* process after which it is taken for dead
+QUIET = 2.0  # seconds of silence after which it is looked at
+
+
+class Session(Struct, kw_only=True):
+    """One connected process (or one of its sessions)."""
+
+    number: int
+    block: int
+    name: str
+    namespace: str
+    pid: int
+    start: int
+    uid: int
+    pid_namespace: int
+    state: Literal["live", "left", "dying", "gone"] = "live"
+    # left: it said goodbye, but device work of its may still be under way; gone never stays in the tables
+    leased_out: bool = False
+    away: bool = False  # known from the journal, not heard of since this broker started
+    attached: set[int] = set()  # incarnations
+    readers: set[tuple[int, int]] = set()  # (incarnation, reader cell)
+
+    @property
+    def label(self) -> str:
+        return f"{self.name!r} (pid {self.pid})"
+
+
+class Thing(Struct, kw_only=True):
+    """One incarnation of an event, a channel or an array."""
+
+    kind: wire.Kind
+    namespace: str
+    name: str
+    incarnation: int
+    cell: int  # of the current epoch
+    device: str
+    via: wire.Via
+    lifetime: Literal["session", "broker"]
+    creator: int
+    creator_ended: bool = False
+    named: bool = True  # its name still leads to it
+    ended: bool = False  # condemned for good (a channel may begin a new epoch instead)
+    handle: bytes = b""
+    spec: wire.ChannelSpec | wire.ArraySpec | None = None
+    memory: tuple[wire.MemoryInfo, ...] = ()
+    asked: wire.Via = "auto"  # what via= said
+    cells: list[int] = []  # of all epochs, the current one included
+    attached: set[int] = set()  # sessions
+    pen: int = 0  # the session that records, 0 nobody
+    recorded: bool = False  # somebody held the pen once
+    epoch: int = 1
+    condemned: bool = False  # the current epoch has a verdict
+    stream_ended: bool = False
+
+    @property
+    def control(self) -> str:
+        return f"ctl-{self.incarnation}"
+
+    @property
+    def nbytes(self) -> int:
+        """Broker-owned memory that it has or needs."""
+        spec = self.spec
+        if spec is None or spec.memory == "session":
+            return 0
+        if isinstance(spec, wire.ChannelSpec):
+            return spec.stride * spec.depth
+        return max(field.offset + math.prod(field.shape) * itemsize(field.dtype) for field in spec.fields)
+
+    def event_info(self) -> wire.EventInfo:
+        return wire.EventInfo(
+            self.name, self.namespace, self.incarnation, self.cell, self.device, self.via, self.handle
+        )
+
+    def info(self) -> wire.EventInfo | wire.ChannelInfo | wire.ArrayInfo:
+        if isinstance(self.spec, wire.ChannelSpec):
+            return wire.ChannelInfo(self.event_info(), self.spec, self.control, self.memory[0])
+        if isinstance(self.spec, wire.ArraySpec):
+            return wire.ArrayInfo(self.event_info(), self.spec, self.control, self.memory)
+        return self.event_info()
+
+
+class Quotas(Struct, frozen=True, kw_only=True):
+    """Limits of one broker. ``session_*`` are for each session; None is no limit but the machine's."""
+
+    sessions: int = 256
+    events: int = 16384  # cells of the ledger: every event, channel and array takes one
+    channels: int = 4096  # channels and arrays
+    nbytes: int | None = None
+    session_events: int = 16384
+    session_channels: int = 4096
+    session_nbytes: int | None = None
+
+
+# -- inputs
+
+
+@dataclass
+class Received:
+    """A request that fits the envelope's schema."""
+
+    peer: bytes
+    request: wire.Request
+
+
+@dataclass
+class Done:
+    """The result of a ``Do`` that had a token."""
+
+    token: int
+    result: Any = None
+    error: Exception | None = None
+
+
+@dataclass
+class Dying:
+    """The session's life word says that its I/O thread is gone."""
+
+    number: int
+
+
+@dataclass
+class Gone:
+    """The session's process is gone, its memory torn down."""
+
+    number: int
+
+
+@dataclass
+class Tick:
+    pass
+
+
+@dataclass
+class Stop:
+    """SIGTERM."""
+
+
+Input = Received | Done | Dying | Gone | Tick | Stop
+
+
+# -- outputs, carried out in their order
+
+
+@dataclass
+class Answer:
+    peer: bytes
+    id: int
+    body: dict[str, Any] | None = None
+    error: wire.Failure | None = None
+
+
+@dataclass
+class Announce:
+    namespace: str
+    kind: Literal["created", "removed", "condemned", "session", "tick", "stopping"]
+    body: dict[str, Any]
+    seq: int
+
+
+@dataclass
+class Persist:
+    """A record of the journal: the entity as it is now, None when it is no more."""
+
+    kind: Literal["session", "thing"]
+    id: int
+    record: Session | Thing | None
+
+
+@dataclass
+class Watch:
+    """Watch this session's process by pidfd and life word, or no longer."""
+
+    number: int
+    on: bool = True
+
+
+@dataclass
+class Leave:
+    """The broker's loop ends."""
+
+
+@dataclass
+class OpenCell:
+    cell: int
+    incarnation: int
+    base: int = 0
+
+
+@dataclass
+class SetPen:
+    cell: int
+    block: int | None
+
+
+@dataclass
+class RetireCell:
+    """Never to be recorded again; its words stay."""
+
+    cell: int
+
+
+@dataclass
+class StaleCell:
+    """The name was created anew: whoever still holds the old handle is told."""
+
+    cell: int
+
+
+@dataclass
+class FreeCell:
+    cell: int
+
+
+@dataclass
+class Mirror:
+    cell: int
+
+
+@dataclass
+class SetBlock:
+    """Writes a session's block: state, and on ``live`` who it is."""
+
+    block: int
+    state: Literal["free", "live", "dying", "leased"]
+    session: Session
+
+
+@dataclass
+class CondemnCells:
+    """Answers {cell: first bad round}, of the whole chain."""
+
+    cells: list[int]
+    cause: int
+    culprit: Session | None
+    release: bool = True
+
+
+@dataclass
+class Build:
+    """Makes what a new thing consists of; answers :class:`Built`."""
+
+    thing: Thing
+
+
+@dataclass
+class Built:
+    via: wire.Via
+    handle: bytes = b""
+    memory: tuple[wire.MemoryInfo, ...] = ()
+
+
+@dataclass
+class Free:
+    """Lets go everything that belongs to an incarnation."""
+
+    thing: Thing
+
+
+@dataclass
+class NewEpoch:
+    """The channel goes on in its (new) current cell, items from `base` + 1; ``old_cell`` has the verdict."""
+
+    thing: Thing
+    old_cell: int
+    base: int
+
+
+@dataclass
+class EndStream:
+    thing: Thing
+    session: Session
+    reason: Literal["closed", "failed"]
+
+
+@dataclass
+class JoinRing:
+    """Answers (reader cell, first item)."""
+
+    thing: Thing
+    session: Session
+    body: wire.JoinReader
+
+
+@dataclass
+class DropReader:
+    """``left``: it said that it is done; ``silent``: gets nothing more, what it holds stays held; ``dying``: its words
+    are released by force, again and again; ``gone``: the last time, then the place may be given to another."""
+
+    thing: Thing
+    cell: int
+    how: Literal["left", "silent", "dying", "gone"]
+
+
+@dataclass
+class Scavenge:
+    """Removes the files that a gone process owned."""
+
+    session: Session
+    process_gone: bool
+
+
+Effect = (
+    OpenCell | SetPen | RetireCell | StaleCell | FreeCell | Mirror | SetBlock | CondemnCells | Build | Free
+    | NewEpoch | EndStream | JoinRing | DropReader | Scavenge
+)  # fmt: skip
+
+
+@dataclass
+class Do:
+    """An effect; with a token its result comes back as :class:`Done`."""
+
+    effect: Effect
+    token: int = 0
+
+
+Output = Answer | Announce | Persist | Watch | Leave | Do
+
+
+class Facts(Protocol):
+    """What the decisions read of the world: words of the ledger, and processes."""
+
+    def issued(self, cell: int) -> int: ...
+
+    def drained(self, cell: int) -> bool:
+        """Every round begun is complete."""
+        ...
+
+    def highest_item(self, thing: Thing) -> int:
+        """The highest item number that the current epoch of a channel may have begun."""
+        ...
+
+    def dying(self, block: int) -> bool: ...
+
+    def waiting(self, block: int) -> bool:
+        """The session has device waits outstanding."""
+        ...
+
+    def process(self, pid: int) -> tuple[str, int, int] | None:
+        """(state letter, start time, uid) of a process; None when gone."""
+        ...

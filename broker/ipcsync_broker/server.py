@@ -1,0 +1,278 @@
+"""The broker's loop: sockets, clocks and pidfds feed the decisions of ``state.py``, and their outputs are carried out.
+
+One thread. Device work is handed to a second one, whose results come back as inputs; nothing here blocks for longer
+than a small file takes. A turn is at most 20 ms away: then life words are looked at (a robust word says that a process
+is dying 0.1 ms after the kill, whatever its size) and the clock ticks. Sockets are drained before every tick, so that
+nobody's silence is counted while what he said lies in a queue.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+
+from ipcsync import errors, linux, runtime, wire
+from ipcsync.ledger import Header
+
+from .model import Announce, Answer, Do, Done, Dying, Gone, Input, Leave, Output, Persist, Received, Stop, Tick, Watch
+from .resources import Resources, failpoint
+from .state import State
+
+TURN = 0.02
+BURST = 500  # messages read in one turn at most: a flood does not keep the clock from ticking
+QUEUE = 10_000  # messages kept for one peer that does not read; further ones are dropped
+IPC_FILTER_UID = 59  # ZMQ_IPC_FILTER_UID: libzmq asks SO_PEERCRED and refuses other uids; pyzmq has no name for it
+
+
+class Server:
+    """Serves until SIGTERM, SIGINT or ``Leave``. `lock` is held, `resources` and `state` belong to `directory`."""
+
+    def __init__(self, directory: Path, lock: runtime.Lock, state: State, resources: Resources) -> None:
+        self.directory, self.lock, self.state, self.resources = directory, lock, state, resources
+        self.boot = state.boot
+        self.leaving = False
+        self.pending: deque[Input] = deque()
+        self.watched: dict[int, int] = {}  # session -> pidfd, -1 where pids mean nothing
+        self.by_fd: dict[int, int] = {}
+        self.jobs: queue.SimpleQueue[Do | None] = queue.SimpleQueue()
+        self.results: deque[Done] = deque()
+        self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.poller = select.epoll()
+        self.poller.register(self.bell, select.EPOLLIN)
+        self.context = zmq.Context(io_threads=1)
+        self.router = self._bind(zmq.ROUTER, runtime.broker_endpoint(directory), state.uids)
+        self.pub = self._bind(zmq.PUB, runtime.announce_endpoint(directory), state.uids)
+        self.poller.register(int(self.router.getsockopt(zmq.FD)), select.EPOLLIN)
+        self.worker = threading.Thread(target=self._work, name="ipcsync-devices", daemon=True)
+
+    def _bind(self, kind: int, endpoint: str, uids: frozenset[int]) -> zmq.Socket[bytes]:
+        made = self.context.socket(kind)
+        made.setsockopt(zmq.LINGER, 500)
+        made.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE)
+        made.setsockopt(zmq.SNDHWM, QUEUE)
+        made.setsockopt(zmq.RCVHWM, QUEUE)
+        for uid in uids:
+            made.setsockopt(IPC_FILTER_UID, uid)
+        path = Path(endpoint.removeprefix("ipc://"))
+        path.unlink(missing_ok=True)  # of a dead broker: we hold the lock
+        before = os.umask(0o177)
+        try:
+            made.bind(endpoint)
+        finally:
+            os.umask(before)
+        return made
+
+    # -- the loop
+
+    def serve(self, ready: Callable[[], None]) -> None:
+        """Returns when the broker has left; `ready` is called once it can be reached."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self._ask_to_stop())
+        self.worker.start()
+        notify("READY=1")
+        ready()
+        words = self.resources.words
+        words[Header.STATE] = Header.SERVING
+        turn = 0.0
+        try:
+            while not self.leaving:
+                more = self._receive()
+                self._take_results()
+                now = time.monotonic()
+                if now >= turn:
+                    turn = now + TURN
+                    words[Header.TICK] = time.monotonic_ns()
+                    self._look()
+                    self.feed(Tick())
+                # Sending may have eaten the edge that says that there is something to read: ask before sleeping.
+                if not more and not int(self.router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                    self._sleep(max(0.0, turn - time.monotonic()))
+        finally:
+            words[Header.STATE] = Header.STOPPING
+            self.close()
+
+    def _ask_to_stop(self) -> None:
+        self.pending.append(Stop())  # a signal handler: it runs between two bytecodes of the loop itself
+        os.eventfd_write(self.bell, 1)
+
+    def _sleep(self, seconds: float) -> None:
+        for fd, _ in self.poller.poll(seconds):
+            if fd == self.bell:
+                os.eventfd_read(fd)
+            elif fd in self.by_fd:
+                self.feed(Gone(self.by_fd[fd]))
+
+    def _receive(self) -> bool:
+        """Reads what is there; True when there may be more."""
+        for _ in range(BURST):
+            try:
+                frames = self.router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return False
+            except zmq.ZMQError as error:
+                if error.errno in (zmq.ETERM, zmq.ENOTSOCK):
+                    raise
+                self._bad("socket")
+                continue
+            self._read([frame.bytes for frame in frames])
+        return True
+
+    def _read(self, frames: list[bytes]) -> None:
+        """A message as it came: whatever it is, the loop goes on."""
+        if len(frames) != 2:
+            self._bad("frames")
+            return
+        peer, payload = frames
+        try:
+            request = wire.decode(payload, wire.Request)
+        except errors.BadMessage:
+            self._bad("undecodable")
+            return
+        self.feed(Received(peer, request))
+
+    def _bad(self, why: str) -> None:
+        self.state.counts["bad_messages"] += 1
+        self.state.counts[f"bad_messages.{why}"] += 1
+
+    def _take_results(self) -> None:
+        while self.results:
+            self.feed(self.results.popleft())
+        while self.pending:
+            self.feed(self.pending.popleft())
+
+    def _look(self) -> None:
+        for number, session in list(self.state.sessions.items()):
+            if session.state == "live" and self.resources.ledger.dying(session.block):
+                self.feed(Dying(number))
+        self.resources.tick()
+
+    # -- in and out
+
+    def feed(self, item: Input) -> None:
+        """Has `item` decided on and its outputs carried out, with what follows from their results."""
+        following: deque[Input] = deque([item])
+        while following:
+            for output in self.state.handle(following.popleft(), time.monotonic()):
+                found = self._carry_out(output)
+                if found is not None:
+                    following.append(found)
+
+    def _carry_out(self, output: Output) -> Input | None:
+        match output:
+            case Answer():
+                self._answer(output)
+            case Announce(namespace, kind, body, seq):
+                failpoint("broker.publish")
+                message = wire.Announcement(wire.PROTOCOL_MAX, self.boot, seq, kind, body)
+                self.pub.send_multipart([namespace.encode(), wire.encode(message)], zmq.NOBLOCK)
+            case Do(effect, token):
+                if self.resources.slow(effect):
+                    self.jobs.put(output)
+                else:
+                    done = self._apply(output)
+                    return done if token else None
+            case Persist():
+                pass
+            case Watch(number, on):
+                if on:
+                    return self._watch(number)
+                self._unwatch(number)
+            case Leave():
+                self.leaving = True
+        return None
+
+    def _answer(self, answer: Answer) -> None:
+        reply = wire.Reply(
+            wire.PROTOCOL_MAX, answer.id, self.boot, answer.error is None, answer.body or {}, answer.error
+        )
+        try:
+            self.router.send_multipart([answer.peer, wire.encode(reply)], zmq.NOBLOCK)
+        except (zmq.Again, zmq.ZMQError):
+            self.state.counts["unsent_answers"] += 1
+
+    def _apply(self, job: Do) -> Done:
+        try:
+            return Done(job.token, self.resources.apply(job.effect))
+        except Exception as error:
+            if not isinstance(error, errors.IpcSyncError):
+                self.state.counts["broker_errors"] += 1
+                log(f"{type(job.effect).__name__}: {type(error).__name__}: {error}")
+            return Done(job.token, None, error)
+
+    def _work(self) -> None:
+        """The worker thread: device work, in order."""
+        while (job := self.jobs.get()) is not None:
+            done = self._apply(job)
+            if job.token:
+                self.results.append(done)
+                os.eventfd_write(self.bell, 1)
+
+    # -- processes
+
+    def _watch(self, number: int) -> Input | None:
+        session = self.state.sessions[number]
+        if session.pid_namespace != self.state.pid_namespace:
+            self.watched[number] = -1  # only its life word speaks for it
+            return None
+        try:
+            fd = os.pidfd_open(session.pid)
+        except ProcessLookupError:
+            return Gone(number)
+        if linux.start_time(session.pid) != session.start:
+            os.close(fd)
+            return Gone(number)
+        self.watched[number] = fd
+        self.by_fd[fd] = number
+        self.poller.register(fd, select.EPOLLIN)
+        return None
+
+    def _unwatch(self, number: int) -> None:
+        fd = self.watched.pop(number, -1)
+        if fd >= 0:
+            self.poller.unregister(fd)
+            del self.by_fd[fd]
+            os.close(fd)
+
+    # -- the end
+
+    def close(self) -> None:
+        """Everybody was told; what was sent goes out, and what nobody needs any more is removed."""
+        notify("STOPPING=1")
+        self.jobs.put(None)
+        self.worker.join(5.0)
+        self.router.close()
+        self.pub.close()
+        self.context.term()
+        for number in list(self.watched):
+            self._unwatch(number)
+        self.poller.close()
+        os.close(self.bell)
+        for path in (runtime.SOCKET, runtime.ANNOUNCE):
+            (self.directory / path).unlink(missing_ok=True)
+
+
+def notify(message: str) -> None:
+    """Tells systemd, if it started us (sd_notify)."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as to:
+        try:
+            to.sendto(message.encode(), "\0" + address[1:] if address[0] == "@" else address)
+        except OSError as error:
+            log(f"sd_notify: {error}")
+
+
+def log(text: str) -> None:
+    print(f"ipcsync broker: {text}", file=sys.stderr, flush=True)
