@@ -64,8 +64,8 @@ def to_rgb(picture: Image.Image) -> Image.Image:
 def find_edges(picture: Any, xp: ModuleType = np) -> Any:
     """(height, width, 3) of uint8 -> (height, width) of uint8: grey, Gaussian blur, magnitude of the Sobel gradient.
 
-    `xp` is numpy or cupy. All whole numbers but for one square root of a number below 2^24, which IEEE arithmetic rounds
-    in one way: every device gives the same picture.
+    `xp` is numpy or cupy. All is whole numbers but for one square root, of a number below 2^24, and IEEE arithmetic
+    rounds that in one way: every device gives the same picture.
     """
     rgb = picture.astype(xp.int32)
     grey = (77 * rgb[..., 0] + 150 * rgb[..., 1] + 29 * rgb[..., 2] + 128) >> 8
