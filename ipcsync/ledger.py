@@ -56,7 +56,9 @@ class Block:
     BEAT, TAINT, CULPRIT = 5, 6, 7  # session: progress; condemner: how often, and the cell + 1 that did it last
     LIFE = 8  # ..15: the robust mutex, held by the session's I/O thread
     NAME = 16  # ..23: the session's name, UTF-8, at most 64 bytes
-    WAITS, WAIT_COUNT = 32, 480
+    HOST_WAITS, HOST_WAIT_COUNT = 24, 4  # ..31: pairs (wait entry, since when and what for), see host_waits.py; session
+    WAITS, WAIT_COUNT = 32, 464
+    COUNTS = 496  # ..511: how long host waits ended, one word an outcome, see host_waits.py; session
     FREE, LIVE, DYING, GONE = 0, 1, 2, 3
 
 
@@ -68,6 +70,7 @@ class Cell:
     VERDICT, RECORDER, INCARNATION, STATE, FLAGS = 16, 17, 18, 19, 20  # RECORDER: block + 1, 0 when nobody has the pen
     CAUSE, CULPRIT_SESSION, CULPRIT_PID = 21, 22, 23
     CULPRIT_NAME = 24  # ..31
+    NAME = 24  # ..31: until there is a verdict, the event's own name (its first 64 bytes), for whoever looks for a hang
     FREE, LIVE, RETIRED = 0, 1, 2
     MIRROR = 1  # FLAGS: somebody asked for the CUDA event, so the recorder records it as well
     RELEASE = 2  # FLAGS: its word was released by force, and is again at each tick while it is retired
@@ -165,7 +168,7 @@ class Ledger:
         word = self.words[at + Cell.WORD]
         return min(word, self.words[at + Cell.VERDICT] - 1)
 
-    def open_cell(self, cell: int, incarnation: int, *, flags: int = 0, base: int = 0) -> None:
+    def open_cell(self, cell: int, incarnation: int, *, flags: int = 0, base: int = 0, name: str = "") -> None:
         """Gives a free cell to a new incarnation whose rounds start at base + 1. The broker's call."""
         words, at = self.words, self.cell(cell)
         for i in range(CELL_WORDS):
@@ -174,6 +177,7 @@ class Ledger:
         words[at + Cell.VERDICT] = FOREVER
         words[at + Cell.FLAGS] = flags
         words[at + Cell.INCARNATION] = incarnation
+        self.write_text(at + Cell.NAME, name)
         words[at + Cell.STATE] = Cell.LIVE
         words[Header.CELLS_USED] = max(words[Header.CELLS_USED], cell + 1)
 

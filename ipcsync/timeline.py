@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import linux
 from .errors import IpcSyncError, PeerDied, PeerFailed, RecorderBusy, ResourceLost, StaleHandle, WaitTimeout, WouldBlock
+from .host_waits import COMPLETED, ISSUED, HostWaits
 from .ledger import FOREVER, Block, Cell, Ledger, pack_wait, unpack_wait
 from .waiting import Deadline, wait_word
 
@@ -41,11 +42,15 @@ def verdict_error(ledger: Ledger, cell: int, name: str) -> IpcSyncError:
 
 
 class WaitTable:
-    """This session's outstanding device waits, where a condemner finds them: one entry an event, its furthest round."""
+    """This session's outstanding device waits, where a condemner finds them: one entry an event, its furthest round.
+
+    ``host`` are its host waits, for people: nothing is decided on them.
+    """
 
     def __init__(self, ledger: Ledger, block: int) -> None:
         self._ledger = ledger
         self._words = ledger.words
+        self.host = HostWaits(ledger, block)
         self._at = ledger.block(block) + Block.WAITS
         self._free = list(range(Block.WAIT_COUNT))
         self._of_cell: dict[int, int] = {}
@@ -218,8 +223,9 @@ class Timeline:
                 at + Cell.ISSUED,
                 round,
                 deadline,
-                check=lambda: self._between_slices(round),
+                check=lambda: self.between_slices(round),
                 what=lambda: f"the record of round {round} of {self.name!r} (issued: {self.issued})",
+                waiting=self.session.waits.host.of(ISSUED, self.cell, round, self.name),
             )
 
     def wait_host(self, round: int, deadline: Deadline) -> None:
@@ -233,9 +239,10 @@ class Timeline:
                 at + Cell.WORD,
                 round,
                 deadline,
-                check=lambda: self._between_slices(round),
+                check=lambda: self.between_slices(round),
                 what=lambda: f"round {round} of {self.name!r} (issued: {self.issued}, completed: {self.completed})",
                 polled=self._polled,
+                waiting=self.session.waits.host.of(COMPLETED, self.cell, round, self.name),
             )
         self.check(round)  # the word first, the verdict after
 
@@ -279,7 +286,7 @@ class Timeline:
         self.check(round)
         return bool(done)
 
-    def _between_slices(self, round: int) -> None:
+    def between_slices(self, round: int) -> None:
         self.check(round)
         recorder = self._words[self.at + Cell.RECORDER]
         if recorder and self.session.ledger.dying(recorder - 1):

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from . import linux
 from .errors import WaitTimeout
 from .shm import Region
+
+if TYPE_CHECKING:
+    from .host_waits import Waiting
 
 SLICE = 0.05
 _SPINS = 200
@@ -42,11 +46,37 @@ def wait_word(
     check: Callable[[], None],
     what: Callable[[], str],
     polled: bool = False,
+    waiting: Waiting | None = None,
 ) -> None:
-    """Returns once word `index` of `region` is at least `target`. `WaitTimeout` names `what()` was waited for."""
+    """Returns once word `index` of `region` is at least `target`. `WaitTimeout` names `what()` was waited for.
+
+    `waiting` (``session.host_waits.of(...)``) lets others see a wait that takes long, and says who holds it up.
+    """
     words = region.words
     if words[index] >= target:
         return
+    if waiting is None:
+        _sleep(region, index, target, deadline, check, what, polled, _unseen)
+    else:
+        with waiting:
+            _sleep(region, index, target, deadline, check, what, polled, waiting.still)
+
+
+def _unseen() -> None:
+    pass
+
+
+def _sleep(
+    region: Region,
+    index: int,
+    target: int,
+    deadline: Deadline,
+    check: Callable[[], None],
+    what: Callable[[], str],
+    polled: bool,
+    still: Callable[[], None],
+) -> None:
+    words = region.words
     address = region.address + 8 * index
     nap = 50e-6
     if polled:
@@ -66,3 +96,4 @@ def wait_word(
             nap = min(nap * 1.5, 1e-3)
         else:
             linux.futex_wait(address, seen, left)
+        still()
