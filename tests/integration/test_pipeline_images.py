@@ -114,7 +114,7 @@ def test_flat_has_no_edges_and_a_step_has_one_of_its_height(imaging):
 
 
 def test_the_filter_is_the_textbooks_in_whole_numbers(imaging):
-    """Against a direct convolution in floating point: two roundings, magnified by Sobel's weights, are all it is off."""
+    """A direct convolution in floating point gives the same, but for two roundings times Sobel's weights."""
     picture = np.random.default_rng(1).integers(0, 256, (24, 31, 3), np.uint8)
     grey = picture @ np.array([0.299, 0.587, 0.114])
     gauss = np.outer([1, 4, 6, 4, 1], [1, 4, 6, 4, 1]) / 256

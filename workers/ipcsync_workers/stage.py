@@ -122,8 +122,8 @@ class Output:
             raise Drained
         with self._writer.slot(self._stage.stream, meta=dict(meta or {}), timeout=timeout) as slot:
             yield slot
-            nbytes = _nbytes(slot)
-        if not slot.discarded:
+            nbytes = 0 if slot.number is None else _nbytes(slot)
+        if slot.number is not None:  # else it was discarded
             self._port.count(slot.number, nbytes)
 
 

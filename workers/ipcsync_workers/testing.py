@@ -36,10 +36,13 @@ class Item:
         return self.value
 
     def __getitem__(self, name: str) -> Any:
-        return self.value[name]
+        return self.value[name] if isinstance(self.value, Mapping) else self.value
 
     def __len__(self) -> int:
         return len(self.value) if isinstance(self.value, Mapping) else 1
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.value if isinstance(self.value, Mapping) else ("array",))
 
     def resize(self, name: str, shape: Sequence[int]) -> None:
         """This item's extent of one field, within what it was given."""

@@ -1,0 +1,347 @@
+"""``ipcsync run`` as a user has it: a command, its output, its exit status, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ..harness import TIMEOUT, Hang, files_of, processes_of, wait_until
+
+COMMAND = [sys.executable, "-c", "from ipcsync.cli import main; main()", "run"]
+SYNTHETIC = "ipcsync_workers.stages.synthetic"
+STAGES = """
+import os, time
+from ipcsync_workers import per_item
+
+@per_item
+def double(array, out, meta, *, xp):
+    out[...] = xp.multiply(array, 2)
+
+def numbers(stage):
+    for n in range(stage.params.get("items", 10)):
+        with stage.output.slot(meta={"n": n}) as slot:
+            slot.array[...] = n
+
+def endless(stage):
+    n = 0
+    try:
+        while True:
+            with stage.output.slot(meta={"n": n}) as slot:
+                slot.array[...] = n
+            n += 1
+    finally:
+        print("made", n, flush=True)
+
+def listed(stage):
+    seen = []
+    for slot in stage.input.slots():
+        assert (slot.array == slot.meta["n"] * stage.params.get("times", 1)).all()
+        if not seen:
+            print("first", os.getpid())
+        seen.append(slot.meta["n"])
+    print("seen", len(seen), "in order" if seen == sorted(set(seen)) else seen)
+
+def pause(stage):
+    print("pausing", os.getpid())
+    time.sleep(1000)
+
+def raises(stage):
+    for slot in stage.input.slots():
+        if slot.meta["n"] == 3:
+            stage_fails_here()
+
+def stage_fails_here():
+    raise ValueError("a planted failure")
+
+def dies(stage):
+    for slot in stage.input.slots():
+        if slot.meta["n"] == 3:
+            os.kill(os.getpid(), 9)
+
+def leaves(stage):
+    os._exit(7)
+
+def once(stage):
+    marker = stage.params["marker"]
+    for turn, slot in enumerate(stage.input.slots()):
+        if turn == 0:
+            print("begun", slot.meta["n"], flush=True)
+        with stage.output.slot(meta=slot.meta) as out:
+            out.array[...] = slot.array
+        if slot.meta["n"] == 3 and not os.path.exists(marker):
+            open(marker, "w").close()
+            if stage.params["how"] == "raise":
+                raise ValueError("a planted failure")
+            os.kill(os.getpid(), 9)
+"""
+HEAD = """
+[pipeline]
+name = "test"
+device = "cpu"
+"""
+
+
+def channel(name: str, shape: str = "[4]") -> str:
+    return f'[channels.{name}]\nshape = {shape}\ndtype = "int64"\n'
+
+
+def stage(name: str, call: str, *, inputs: str = "", outputs: str = "", more: str = "") -> str:
+    def listed(names: str) -> str:
+        return json.dumps(names.split())
+
+    call = call if ":" in call else f"stages:{call}"
+    return f'[stages.{name}]\ncall = "{call}"\ninputs = {listed(inputs)}\noutputs = {listed(outputs)}\n{more}\n'
+
+
+class Run:
+    """``ipcsync run`` under way. Its output goes to files, so that no pipe is ever full."""
+
+    def __init__(self, folder: Path, file: Path, *arguments: str) -> None:
+        self._out, self._err = folder / "run.out", folder / "run.err"
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen([*COMMAND, str(file), *arguments], stdout=out, stderr=err)
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text()
+
+    def saw(self, pattern: str) -> re.Match[str]:
+        """Waits until the run said something that matches."""
+
+        def look() -> re.Match[str] | None:
+            found = re.search(pattern, self.err)
+            if found is None and self.process.poll() is not None:
+                raise AssertionError(f"the run ended with {self.process.returncode} before {pattern!r}\n{self.err}")
+            return found
+
+        found = wait_until(look, f"{pattern!r} in the output")
+        assert isinstance(found, re.Match)
+        return found
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def end(self) -> int:
+        """Its exit status; what it said is shown if it hangs."""
+        try:
+            return self.process.wait(TIMEOUT)
+        except subprocess.TimeoutExpired:
+            raise Hang(f"ipcsync run did not end\n{self.out}\n{self.err}") from None
+
+
+@pytest.fixture
+def run(runtime: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def start(text: str, *arguments: str) -> Run:
+        (tmp_path / "stages.py").write_text(STAGES)
+        (tmp_path / "pipeline.toml").write_text(HEAD + text)
+        runs.append(Run(tmp_path, tmp_path / "pipeline.toml", "--json", str(tmp_path / "report.json"), *arguments))
+        return runs[-1]
+
+    yield start
+    for each in runs:
+        if each.process.poll() is None:
+            each.process.kill()
+            each.process.wait()
+
+
+def report(tmp_path: Path) -> dict:
+    return json.loads((tmp_path / "report.json").read_text())
+
+
+LINE = channel("a") + channel("b") + stage("one", "numbers", outputs="a")
+DOUBLED = LINE + stage("two", "double", inputs="a", outputs="b")
+ENDLESS = LINE.replace("numbers", "endless")
+DONE = DOUBLED + stage("three", "listed", inputs="b", more="params = { times = 2 }")
+
+
+def test_a_pipeline_runs_to_its_end_and_shows_its_table(run, tmp_path, runtime):
+    made = run(DONE, "--set", "stages.one.params.items=50")
+    assert made.end() == 0, made.err
+    assert "three | seen 50 in order" in made.err
+    for word in ("test: done", "one", "two", "three", "items", "hop p50", "hop p99", "bytes", "restarts"):
+        assert word in made.out
+    found = report(tmp_path)
+    assert found["status"] == "done"
+    assert [each["items"] for each in found["stages"].values()] == [50, 50, 50]
+    assert [each["bytes"] for each in found["stages"].values()] == [50 * 32] * 3
+    assert found["stages"]["one"]["latency_p50"] is None
+    assert 0 < found["stages"]["three"]["latency_p50"] <= found["stages"]["three"]["latency_p99"] < 10
+    assert files_of(runtime, ()) == []
+
+
+def test_two_readers_of_a_channel_see_every_item(run, tmp_path):
+    made = run(DONE + stage("four", "listed", inputs="b", more="params = { times = 2 }"))
+    assert made.end() == 0, made.err
+    assert {line for line in made.err.splitlines() if "seen" in line} == {
+        "three | seen 10 in order",
+        "four  | seen 10 in order",
+    }
+
+
+def test_a_thousand_items_arrive_whole_and_in_order(run, tmp_path):
+    made = run(
+        channel("a", "[1024]")
+        + stage("source", f"{SYNTHETIC}:source", outputs="a", more="params = { items = 1000 }")
+        + stage("sink", f"{SYNTHETIC}:check", inputs="a")
+    )
+    assert made.end() == 0, made.err
+    assert report(tmp_path)["stages"]["sink"]["counts"] == {"checked": 1000}
+    assert "1,000 checked" in made.out
+
+
+def test_a_running_broker_is_used_and_left_running(run, broker):
+    made = run(DONE)
+    assert made.end() == 0, made.err
+    assert broker.process.poll() is None
+
+
+# -- failures
+
+
+def test_a_stage_that_raises_is_shown_with_its_traceback_and_the_others_stop(run, tmp_path):
+    made = run(ENDLESS + stage("two", "raises", inputs="a") + stage("s", "pause", outputs="b"))
+    assert made.end() == 1
+    assert "stage 'two' failed:" in made.err
+    assert "in stage_fails_here" in made.err
+    assert 'raise ValueError("a planted failure")' in made.err
+    assert "ValueError: a planted failure" in made.err
+    assert "ipcsync_workers" not in made.err  # the traceback begins at the user's own function
+    assert "stage 'one'" not in made.err
+    found = report(tmp_path)
+    assert (found["status"], found["failed"]) == ("failed", ["two"])
+    assert "test: failed" in made.out
+
+
+def test_what_reads_from_a_failed_stage_is_not_blamed(run, tmp_path):
+    made = run(ENDLESS + stage("two", "leaves", inputs="a", outputs="b") + stage("three", "listed", inputs="b"))
+    assert made.end() == 1
+    assert report(tmp_path)["failed"] == ["two"]
+    assert "exit status 7" in made.err
+    assert "stage 'three'" not in made.err
+
+
+def test_a_stage_that_is_killed_is_named_with_the_signal(run):
+    made = run(LINE + stage("two", "dies", inputs="a", outputs="b") + stage("three", "listed", inputs="b"))
+    assert made.end() == 1
+    assert "stage 'two' failed:\nthe process was killed by SIGKILL" in made.err
+
+
+def test_every_mistake_of_a_wrong_file_and_nothing_is_started(run, runtime):
+    text = channel("a", "[0]") + channel("b") + stage("one", "none", outputs="a b", more="colour = 1")
+    made = run(text + stage("two", "double", inputs="c", outputs="b"))
+    assert made.end() == 2
+    for line, key in ((6, "channels.a.shape"), (12, "stages.one.call"), (15, "stages.one.colour")):
+        assert f"pipeline.toml:{line}: {key}: " in made.err
+    assert "stages.two.inputs: there is no channel 'c'" in made.err
+    assert "already written by stage 'one'" in made.err
+    assert "Traceback" not in made.err
+    assert list(runtime.iterdir()) == []
+
+
+def test_wrong_arguments(run, tmp_path):
+    assert run(DONE, "--set", "nonsense").end() == 2
+    assert run(DONE, "--frobnicate").end() == 2
+    assert run(DONE, "--json", str(tmp_path / "no" / "such.json")).end() == 2
+
+
+def test_a_channel_larger_than_the_machine_is_a_mistake_of_the_file(run):
+    made = run(channel("a", "[1000000000, 100]") + stage("one", "numbers", outputs="a"))
+    assert made.end() == 2
+    assert "pipeline.toml:5: channels.a: " in made.err
+
+
+def test_no_broker_can_be_had(run, monkeypatch, tmp_path):
+    elsewhere = tmp_path / "not-tmpfs" if os.stat("/dev/shm").st_dev != os.stat(tmp_path).st_dev else Path("/proc/x")
+    monkeypatch.setenv("IPCSYNC_RUNTIME_DIR", str(elsewhere))
+    made = run(DONE)
+    assert made.end() == 3
+    assert "no broker: " in made.err
+
+
+# -- restarts
+
+
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_a_failed_stage_is_started_again(run, tmp_path, how):
+    more = f'params = {{ marker = "{tmp_path}/failed", how = "{how}" }}\nrestart = "on-failure"\nrestart_delay = 0.01'
+    made = run(
+        ENDLESS + stage("two", "once", inputs="a", outputs="b", more=more) + stage("three", "listed", inputs="b")
+    )
+    made.saw("restart 1 of 3")
+    made.saw(r"two +\| begun 0\n(.*\n)*?two +\| begun")  # it took an item before and after
+    made.signal(signal.SIGINT)
+    assert made.end() == 130, made.err
+    found = report(tmp_path)["stages"]
+    assert found["two"]["restarts"] == 1
+    assert found["three"]["items"] == found["two"]["written"]["b"]  # nothing that was written is lost or repeated
+    assert "in order" in made.err
+
+
+def test_a_stage_that_goes_on_failing_ends_the_run(run, tmp_path):
+    more = 'restart = "on-failure"\nrestart_delay = 0.01\nrestart_limit = 2'
+    made = run(LINE + stage("two", "leaves", inputs="a", outputs="b", more=more) + stage("three", "listed", inputs="b"))
+    assert made.end() == 1
+    assert report(tmp_path)["stages"]["two"]["restarts"] == 2
+    assert "restart 2 of 2" in made.err
+
+
+# -- interrupts
+
+
+def test_an_interrupt_finishes_what_was_begun(run, tmp_path):
+    made = run(
+        ENDLESS
+        + stage("two", "double", inputs="a", outputs="b")
+        + stage("three", "listed", inputs="b", more="params = { times = 2 }")
+    )
+    made.saw("three | first")
+    made.signal(signal.SIGINT)
+    assert made.end() == 130, made.err
+    items = [each["items"] for each in report(tmp_path)["stages"].values()]
+    assert items[0] > 0
+    assert items == [items[0]] * 3
+    assert f"one   | made {items[0]}" in made.err
+    assert f"three | seen {items[0]} in order" in made.err
+    assert "test: interrupted" in made.out
+
+
+def test_sigterm_drains_too(run, tmp_path):
+    made = run(ENDLESS + stage("two", "listed", inputs="a") + stage("s", "numbers", outputs="b"))
+    made.saw("two | first")
+    made.signal(signal.SIGTERM)
+    assert made.end() == 143, made.err
+    assert report(tmp_path)["status"] == "interrupted"
+
+
+def test_a_second_interrupt_forces(run, tmp_path):
+    made = run(channel("a") + stage("one", "pause", outputs="a") + stage("two", "listed", inputs="a"))
+    made.saw("pausing")
+    made.signal(signal.SIGINT)
+    made.saw("once more")
+    made.signal(signal.SIGINT)
+    assert made.end() == 130
+    assert report(tmp_path)["stages"]["one"]["state"] == "stopped"
+
+
+def test_the_workers_leave_when_the_supervisor_is_killed(run, runtime):
+    made = run(ENDLESS + stage("two", "listed", inputs="a") + stage("s", "pause", outputs="b"))
+    made.saw(r"two \| first")
+    made.saw("pausing")
+    assert len(processes_of(runtime)) >= 4
+    made.process.kill()
+    made.process.wait()
+    wait_until(lambda: processes_of(runtime) == [], "the end of the workers and their broker")

@@ -1,0 +1,1 @@
+"""Ready-made stages: ``call = "ipcsync_workers.stages.synthetic:source"``."""
