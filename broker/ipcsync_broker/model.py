@@ -57,7 +57,8 @@ class Thing(Struct, kw_only=True):
     named: bool = True  # its name still leads to it
     ended: bool = False  # condemned for good (a channel may begin a new epoch instead)
     handle: bytes = b""
-    spec: wire.ChannelSpec | wire.ArraySpec | None = None
+    channel: wire.ChannelSpec | None = None
+    array: wire.ArraySpec | None = None
     memory: tuple[wire.MemoryInfo, ...] = ()
     asked: wire.Via = "auto"  # what via= said
     cells: list[int] = []  # of all epochs, the current one included
@@ -67,6 +68,10 @@ class Thing(Struct, kw_only=True):
     epoch: int = 1
     condemned: bool = False  # the current epoch has a verdict
     stream_ended: bool = False
+
+    @property
+    def spec(self) -> wire.ChannelSpec | wire.ArraySpec | None:
+        return self.channel or self.array
 
     @property
     def control(self) -> str:
@@ -88,10 +93,10 @@ class Thing(Struct, kw_only=True):
         )
 
     def info(self) -> wire.EventInfo | wire.ChannelInfo | wire.ArrayInfo:
-        if isinstance(self.spec, wire.ChannelSpec):
-            return wire.ChannelInfo(self.event_info(), self.spec, self.control, self.memory[0])
-        if isinstance(self.spec, wire.ArraySpec):
-            return wire.ArrayInfo(self.event_info(), self.spec, self.control, self.memory)
+        if self.channel is not None:
+            return wire.ChannelInfo(self.event_info(), self.channel, self.control, self.memory[0])
+        if self.array is not None:
+            return wire.ArrayInfo(self.event_info(), self.array, self.control, self.memory)
         return self.event_info()
 
 

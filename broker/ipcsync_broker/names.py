@@ -39,7 +39,7 @@ def create_channel(state: State, call: Call, body: wire.CreateChannel) -> Struct
         if field.offset + math.prod(field.shape) * itemsize(field.dtype) > body.spec.stride:
             raise errors.InvalidArgument(f"field {field.name!r} does not fit the {body.spec.stride} bytes of a buffer")
     thing = _new(state, call, "channel", body.name, body.device, "timeline", body.spec.lifetime)
-    thing.spec = body.spec
+    thing.channel = body.spec
     if body.memory is not None:
         thing.memory = (body.memory,)
     return _create(state, call, thing, body.exist_ok, build=True)
@@ -49,7 +49,7 @@ def create_array(state: State, call: Call, body: wire.CreateArray) -> Struct | N
     if (body.spec.memory == "session") != bool(body.memory):
         raise errors.InvalidArgument('an array with memory="session" brings its memory, another does not')
     thing = _new(state, call, "array", body.name, body.device, "timeline", body.spec.lifetime)
-    thing.spec, thing.memory = body.spec, body.memory
+    thing.array, thing.memory = body.spec, body.memory
     return _create(state, call, thing, body.exist_ok, build=True)
 
 
