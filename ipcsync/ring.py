@@ -41,7 +41,7 @@ class Head:
     """Words of the header: 512, a line apart where their writers differ."""
 
     MAGIC, VERSION, NBYTES, DEPTH, MAX_READERS, META_BYTES, EXTENTS = 0, 1, 2, 3, 4, 5, 6
-    ITEMS_AT, BUFFERS_AT, READERS_AT, BUFFER_WORDS, READER_WORDS = 8, 9, 10, 11, 12
+    BUFFERS_AT, READERS_AT, BUFFER_WORDS, READER_WORDS = 8, 9, 10, 11
     # the broker:
     ROSTER = 16  # grows after every change of a reader cell's STATE or START
     EPOCH = 24  # of the writer now, or of the last one; its line of the table is complete before this says so
@@ -67,21 +67,16 @@ class Epoch:
     WORDS = 5
 
 
-class Item:
-    """Words of an item's header; item k is at k % depth. The writer's. NUMBER is 0 while it changes."""
-
-    NUMBER, BUFFER, EPOCH = 0, 1, 2
-    ASSIGN = 8  # ..23: which member of each reader group it is for (reserved)
-    WORDS = 24
-
-
 class Buffer:
     """Words of a buffer's record: the writer's, but for VOID. EXTENT_WORDS follow, then the bytes of meta."""
 
-    ITEM = 0  # the item it holds; 0 before the first
-    SIZES = 1  # 1 << 32 if extents are stored (the item is smaller than the field), plus the bytes of meta
-    VOID = 2  # the broker: equals ITEM when that item was condemned with its epoch, so nobody will take it
-    EXTENTS = 8
+    ITEM = 0  # the item it holds; 0 before the first. Readers look here for the buffer of an item that was issued
+    EPOCH = 1  # that item's
+    PUBLISHED = 3  # CLOCK_MONOTONIC nanoseconds of its publication
+    SIZES = 2  # 1 << 32 if extents are stored (the item is smaller than the field), plus the bytes of meta
+    ASSIGN = 8  # ..23: which member of each reader group it is for (reserved)
+    VOID = 24  # the broker: equals ITEM when that item was condemned with its epoch, so nobody will take it
+    EXTENTS = 32
 
 
 class Reader:
@@ -89,8 +84,10 @@ class Reader:
 
     STATE, OWNER, POLICY, START, GROUP = 0, 1, 2, 3, 4  # broker; OWNER: block + 1
     CURSOR, UNTIL, SKIPPED = 8, 9, 10  # reader; UNTIL: the last item it accounts for, FOREVER while it reads
-    BEGUN, RELEASED, DONE = 8, 9, 16  # of an array's reader: reads begun and ended (host), ended (device)
+    BEGUN, RELEASED, DONE = 8, 16, 24  # an array's: reads begun and ended (host), ended (device), of each of its LANES
+    LANES = 8
     WORDS = 16
+    ARRAY_WORDS = 32
     FREE, ACTIVE, RETIRED = 0, 1, 2
     BLOCK, LATEST = 1, 2
 
@@ -113,18 +110,11 @@ class Control:
                 ours=VERSION,
             )
         self.depth, self.max_readers = words[Head.DEPTH], words[Head.MAX_READERS]
-        self._items, self._buffers, self._readers = (
-            words[Head.ITEMS_AT],
-            words[Head.BUFFERS_AT],
-            words[Head.READERS_AT],
-        )
+        self._buffers, self._readers = words[Head.BUFFERS_AT], words[Head.READERS_AT]
         self._buffer_words, self._reader_words = words[Head.BUFFER_WORDS], words[Head.READER_WORDS]
         line = _lines(self.depth)
         self.taken, self.released, self.done = (Reader.WORDS + i * line for i in range(3))
         self.meta_words = Buffer.EXTENTS + _lines(words[Head.EXTENTS]) if self.depth else 0
-
-    def item(self, number: int) -> int:
-        return int(self._items + number % self.depth * Item.WORDS)
 
     def buffer(self, index: int) -> int:
         return int(self._buffers + index * self._buffer_words)
@@ -170,8 +160,7 @@ def create(path: Path, spec: ChannelSpec, *, cell: int, incarnation: int) -> Con
     extents = sum(len(field.shape) for field in spec.fields)
     buffer_words = _lines(Buffer.EXTENTS + _lines(extents) + (spec.meta_bytes + 7) // 8)
     reader_words = Reader.WORDS + 3 * _lines(spec.depth)
-    items_at = Head.WORDS
-    buffers_at = items_at + _lines(spec.depth * Item.WORDS)
+    buffers_at = Head.WORDS
     readers_at = buffers_at + spec.depth * buffer_words
     nbytes = 8 * (readers_at + spec.max_readers * reader_words)
 
@@ -180,7 +169,7 @@ def create(path: Path, spec: ChannelSpec, *, cell: int, incarnation: int) -> Con
         words[Head.VERSION], words[Head.NBYTES] = VERSION, nbytes
         words[Head.DEPTH], words[Head.MAX_READERS] = spec.depth, spec.max_readers
         words[Head.META_BYTES], words[Head.EXTENTS] = spec.meta_bytes, extents
-        words[Head.ITEMS_AT], words[Head.BUFFERS_AT], words[Head.READERS_AT] = items_at, buffers_at, readers_at
+        words[Head.BUFFERS_AT], words[Head.READERS_AT] = buffers_at, readers_at
         words[Head.BUFFER_WORDS], words[Head.READER_WORDS] = buffer_words, reader_words
         line = Head.TABLE + Epoch.WORDS
         words[line + Epoch.NUMBER], words[line + Epoch.CELL], words[line + Epoch.INCARNATION] = 1, cell, incarnation
@@ -232,7 +221,7 @@ def join(
     first = max(cursor, words[Head.CLAIMED] + 1)
     for b in range(control.depth):
         # Every wait ever put on these words was for a claimed item, so this satisfies them all.
-        words[at + control.done + b] = words[at + control.taken + b] = words[at + control.released + b] = first - 1
+        words[at + control.done + b] = first - 1
     words[at + Reader.START] = words[at + Reader.CURSOR] = first
     _changed(control)
     return int(first)
@@ -260,9 +249,10 @@ def drop(control: Control, cell: int) -> None:
     words, at = control.words, control.reader(cell)
     first = words[at + Reader.STATE] != Reader.RETIRED
     words[at + Reader.STATE] = Reader.RETIRED
-    depth, done = (control.depth, control.done) if control.depth else (1, Reader.DONE)
-    released = control.released if control.depth else Reader.RELEASED
-    for b in range(depth):
+    count, released, done = control.depth, control.released, control.done
+    if not control.depth:
+        count, released, done = Reader.LANES, Reader.RELEASED, Reader.DONE
+    for b in range(count):
         words[at + released + b] = FOREVER
         if words[at + done + b] != FOREVER:
             words[at + done + b] = FOREVER
@@ -325,20 +315,25 @@ def end(
     control.wake(Head.EPOCH)
 
 
+def ended_by(control: Control) -> tuple[str, int]:
+    """(name of the session, its pid) that ended the stream by an exception."""
+    raw = b"".join(control.words[Head.END_NAME + i].to_bytes(8, "little") for i in range(8))
+    return raw.rstrip(b"\0").decode("utf-8", "replace"), int(control.words[Head.END_PID])
+
+
 # -- the broker: shared arrays
 
 
 def create_array(path: Path, spec: ArraySpec) -> Control:
     """Makes a shared array's control file: reader cells, and room for one version's meta behind them."""
-    reader_words = 24
-    meta_at = Head.WORDS + spec.max_readers * reader_words
+    meta_at = Head.WORDS + spec.max_readers * Reader.ARRAY_WORDS
     nbytes = 8 * meta_at + ARRAY_META_BYTES
 
     def fill(region: Region) -> None:
         words = region.words
         words[Head.VERSION], words[Head.NBYTES] = VERSION, nbytes
         words[Head.MAX_READERS], words[Head.META_BYTES] = spec.max_readers, ARRAY_META_BYTES
-        words[Head.READERS_AT], words[Head.READER_WORDS] = Head.WORDS, reader_words
+        words[Head.READERS_AT], words[Head.READER_WORDS] = Head.WORDS, Reader.ARRAY_WORDS
         words[Head.BUFFERS_AT] = meta_at
         words[Head.MAGIC] = MAGIC
 
@@ -349,8 +344,8 @@ def join_array(control: Control, cell: int, *, block: int) -> None:
     """Gives a free reader cell of an array to the session of `block`. What it counts goes on from its last owner's
     count: a wait of the writer's stream on it may still be outstanding."""
     words, at = control.words, control.reader(cell)
-    count = words[at + Reader.BEGUN]
-    words[at + Reader.RELEASED] = words[at + Reader.DONE] = count
+    for lane in range(Reader.LANES):
+        words[at + Reader.RELEASED + lane] = words[at + Reader.DONE + lane] = words[at + Reader.BEGUN + lane]
     words[at + Reader.OWNER] = block + 1
     words[at + Reader.STATE] = Reader.ACTIVE
     _changed(control)

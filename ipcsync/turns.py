@@ -11,11 +11,12 @@ A block reader that takes items in order needs no check at all: nothing it has n
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import dataclass
 
 from . import linux
 from .ledger import FOREVER
-from .ring import Buffer, Control, Head, Item, Reader, bell
+from .ring import Buffer, Control, Head, Reader, bell
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class Choice:
         self.words = words = control.words
         self.items = [int(words[control.buffer(b) + Buffer.ITEM]) for b in range(control.depth)]
         self.order = sorted(range(control.depth), key=self.items.__getitem__)  # oldest item first; not those in use
+        #: Ledger blocks of readers known to be dead: nothing waits for them. Forgotten when the roster changes.
+        self.dead: set[int] = set()
         self._readers: list[_Seen] = []
         self._roster = -1
 
@@ -65,7 +68,8 @@ class Choice:
 
     def blockers(self) -> set[int]:
         """The ledger blocks of the readers for whom the writer waits: where to look for a death."""
-        self._look()
+        if self.words[Head.ROSTER] != self._roster:
+            self._look()
         items = [(b, self.items[b]) for b in self.order]
         return {r.owner - 1 for r in self._readers if any(self._wants(r, b, item) for b, item in items)}
 
@@ -73,6 +77,7 @@ class Choice:
         control, words = self.control, self.words
         self._roster = words[Head.ROSTER]
         self._readers = []
+        self.dead = set()
         for cell in range(control.max_readers):
             at = control.reader(cell)
             if words[at + Reader.STATE] != Reader.FREE:
@@ -108,6 +113,8 @@ class Choice:
             dropped = False
             waits.clear()
             for r in self._readers:
+                if r.owner - 1 in self.dead:
+                    continue
                 if self._wants(r, b, item):
                     return False
                 if item >= r.start:
@@ -124,7 +131,11 @@ class Choice:
         if words[Head.DROPPED] < item:
             words[Head.DROPPED] = item
         linux.membarrier()
-        return all(item < r.start or words[r.released + b] >= item or words[r.taken + b] < item for r in self._readers)
+        return not any(self._wants_taken(r, b, item) for r in self._readers)
+
+    def _wants_taken(self, r: _Seen, b: int, item: int) -> bool:
+        words, alive = self.words, r.owner - 1 not in self.dead
+        return alive and item >= r.start and words[r.released + b] < item <= words[r.taken + b]
 
 
 class Turn:
@@ -139,25 +150,31 @@ class Turn:
             self.at + control.released,
             self.at + control.done,
         )
+        self._buffers = [control.buffer(b) for b in range(control.depth)]
+        self._likely = 0
         self._rings = itertools.count(1)  # counts whole whichever thread releases
 
     def take(self, number: int, *, latest: bool = False) -> int | None:
         """The buffer of item `number`, which was issued; None when a ``latest`` reader came too late for it."""
         words = self.words
-        at = self.control.item(number)
-        if words[at + Item.NUMBER] != number:
+        b = self._find(number)
+        if b is None:
             return None
-        b = int(words[at + Item.BUFFER])
-        if latest and words[at + Item.NUMBER] != number:  # the writer was at work on it: BUFFER may be another item's
-            return None
-        before = words[self.taken + b]
         words[self.taken + b] = number
         if latest and words[Head.DROPPED] >= number:
-            words[self.taken + b] = before
-            self.ring()
+            self.undo(b)
             return None
         words[self.at + Reader.CURSOR] = self.next = number + 1
         return b
+
+    def _find(self, number: int) -> int | None:
+        depth, buffers = self.control.depth, self._buffers
+        for i in range(depth):  # buffers are mostly used in turn
+            b = (self._likely + i) % depth
+            if self.words[buffers[b] + Buffer.ITEM] == number:
+                self._likely = b + 1
+                return b
+        return None
 
     @property
     def attached(self) -> bool:
@@ -167,6 +184,11 @@ class Turn:
     def release(self, b: int, number: int) -> None:
         """The host is done with it; on the device it is once DONE says so, which must be under way before this."""
         self.words[self.released + b] = number
+        self.ring()
+
+    def undo(self, b: int) -> None:
+        """Takes a take back: the item in it is as if never looked at."""
+        self.words[self.taken + b] = self.words[self.released + b]
         self.ring()
 
     def ring(self) -> None:
@@ -180,8 +202,7 @@ class Turn:
 
 
 def publish(control: Control, b: int, number: int, epoch: int) -> None:
-    """Writes the item's header; it counts once the item's round is issued."""
-    words, at = control.words, control.item(number)
-    words[at + Item.NUMBER] = 0
-    words[at + Item.BUFFER], words[at + Item.EPOCH] = b, epoch
-    words[at + Item.NUMBER] = number
+    """Says which item the buffer holds; it counts once that item's round is issued."""
+    at = control.buffer(b)
+    control.words[at + Buffer.EPOCH] = epoch
+    control.words[at + Buffer.ITEM] = number

@@ -1,0 +1,363 @@
+"""Whose turn a buffer is: writer and readers as a model, every order of their steps, joins, deaths and takeovers.
+
+One process plays them all, step by step, on a real control file. A shadow of the ring knows which item's data lies in
+each buffer: a reader that holds an item must find it untouched until it lets go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ipcsync import linux, ring
+from ipcsync.ledger import FOREVER, Cell, Ledger
+from ipcsync.turns import Choice, Turn, publish
+from ipcsync.wire import ArraySpec, ChannelSpec, FieldSpec
+
+SPEC = FieldSpec("array", (4,), "uint8")
+
+
+def spec(depth: int = 3, max_readers: int = 4) -> ChannelSpec:
+    return ChannelSpec((SPEC,), 256, depth, max_readers)
+
+
+@dataclass(eq=False)
+class Attached:
+    turn: Turn
+    latest: bool
+    first: int
+    got: list[int] = field(default_factory=list)
+    lost: set[int] = field(default_factory=set)
+    held: dict[int, int] = field(default_factory=dict)  # item -> buffer
+    undone: dict[int, int] = field(default_factory=dict)  # released by the host, not yet on the device: buffer -> item
+
+
+class Ring(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        linux.membarrier_register()
+        folder = Path("/dev/shm")
+        self.paths = [folder / f"ipcsync-t-{uuid4().hex}-{what}" for what in ("ledger", "ctl")]
+
+    @initialize(depth=st.integers(2, 4))
+    def begin(self, depth: int) -> None:
+        self.ledger = Ledger.create(self.paths[0], sessions=4, events=128)
+        self.ledger.open_cell(0, 1)
+        self.control = ring.create(self.paths[1], spec(depth), cell=0, incarnation=1)
+        self.cell, self.epoch = 0, 1
+        self.choice = Choice(self.control)
+        self.data: dict[int, int] = {}  # buffer -> the item whose bytes lie in it; -1 while it is written
+        self.open: list[int] = []
+        self.readers: list[Attached] = []
+
+    @property
+    def issued(self) -> int:
+        return int(self.ledger.words[self.ledger.cell(self.cell) + Cell.ISSUED])
+
+    def teardown(self) -> None:
+        for path in self.paths:
+            path.unlink(missing_ok=True)
+
+    # -- the writer
+
+    @rule()
+    def open_slot(self) -> None:
+        found = self.choice.pick()
+        if found is None:
+            for b in set(range(self.control.depth)) - set(self.open):
+                assert any(self.wants(a, b) for a in self.readers), f"nobody wants what is in buffer {b}"
+            return
+        b, waits = found
+        for a in self.readers:
+            if b in a.undone:
+                word = a.turn.done + b
+                assert (word, a.undone[b]) in waits, "the writer's stream would run over a reader's device work"
+        self.data[b] = -1
+        self.open.append(b)
+
+    def wants(self, a: Attached, b: int) -> bool:
+        if b in a.held.values():
+            return True
+        return not a.latest and self.data[b] >= a.turn.next and self.data[b] not in a.lost
+
+    @precondition(lambda self: self.open)
+    @rule(which=st.integers(0, 3))
+    def publish_slot(self, which: int) -> None:
+        b = self.open.pop(which % len(self.open))
+        number = self.issued + 1
+        publish(self.control, b, number, self.epoch)
+        at = self.ledger.cell(self.cell)
+        self.ledger.words[at + Cell.INTENT] = self.ledger.words[at + Cell.ISSUED] = number
+        self.choice.keep(b, number)
+        self.data[b] = number
+
+    @precondition(lambda self: self.open)
+    @rule()
+    def discard_slot(self) -> None:
+        self.choice.put_back(self.open.pop())
+
+    @rule(incomplete=st.integers(0, 2))
+    def writer_dies_and_another_comes(self, incomplete: int) -> None:
+        """Its last items were not complete: readers may hold them, or have let them go."""
+        words, at = self.ledger.words, self.ledger.cell(self.cell)
+        line = self.control.epoch(self.epoch)
+        bad = max(self.issued - incomplete, self.control.words[line + ring.Epoch.BASE]) + 1
+        words[at + Cell.VERDICT] = bad
+        self.cell += 1
+        base = max(words[at + Cell.INTENT], ring.highest_item(self.control))
+        self.ledger.open_cell(self.cell, 1, base=base)
+        self.epoch = ring.new_epoch(self.control, cell=self.cell, incarnation=1, base=base, first_bad=bad)
+        self.choice = Choice(self.control)
+        self.open = []
+        for a in self.readers:
+            a.lost |= set(range(bad, base + 1))
+
+    # -- readers
+
+    @precondition(lambda self: len(self.readers) < 4)
+    @rule(latest=st.booleans(), oldest=st.booleans())
+    def join(self, latest: bool, oldest: bool) -> None:
+        cell = ring.free_reader(self.control)
+        assert cell is not None
+        first = ring.join(
+            self.control,
+            self.ledger,
+            cell,
+            block=cell,
+            policy="latest" if latest else "block",
+            start="oldest" if oldest else "next",
+        )
+        assert first <= self.issued + 1
+        if not oldest:
+            assert first == self.issued + 1
+        for number in range(first, self.issued + 1):
+            assert number in self.data.values(), "a joiner was promised an item that is gone"
+        self.readers.append(Attached(Turn(self.control, cell, first), latest, first))
+
+    @precondition(lambda self: self.readers)
+    @rule(which=st.integers(0, 3))
+    def take(self, which: int) -> None:
+        a = self.readers[which % len(self.readers)]
+        while a.turn.next in a.lost:  # it waits for the next writer, and goes on with its first item
+            a.turn.next += 1
+        number = a.turn.next
+        if number > self.issued:
+            return
+        if a.latest:
+            number = self.issued
+        b = a.turn.take(number, latest=a.latest)
+        if b is None:
+            assert a.latest
+            if number == self.issued:
+                a.turn.next = number + 1
+            return
+        assert self.data[b] == number
+        assert a.turn.attached
+        a.held[number] = b
+
+    @precondition(lambda self: any(a.held for a in self.readers))
+    @rule(which=st.integers(0, 3), item=st.integers(0, 9), later=st.booleans())
+    def release(self, which: int, item: int, later: bool) -> None:
+        holders = [a for a in self.readers if a.held]
+        a = holders[which % len(holders)]
+        number = sorted(a.held)[item % len(a.held)]
+        b = a.held.pop(number)
+        if later:
+            a.undone[b] = number
+        else:
+            self.control.words[a.turn.done + b] = number
+        a.turn.release(b, number)
+        a.got.append(number)
+
+    @precondition(lambda self: any(a.undone for a in self.readers))
+    @rule(which=st.integers(0, 3))
+    def device_gets_there(self, which: int) -> None:
+        waiting = [a for a in self.readers if a.undone]
+        a = waiting[which % len(waiting)]
+        b, number = a.undone.popitem()
+        self.control.words[a.turn.done + b] = number
+
+    @precondition(lambda self: self.readers)
+    @rule(which=st.integers(0, 3), dies=st.booleans())
+    def leave(self, which: int, dies: bool) -> None:
+        a = self.readers[which % len(self.readers)]
+        if dies:
+            ring.drop(self.control, a.turn.cell)
+            ring.drop(self.control, a.turn.cell)
+            ring.forget(self.control, a.turn.cell)
+        else:
+            for number, b in a.held.items():
+                self.control.words[a.turn.done + b] = number
+                a.turn.release(b, number)
+            for b, number in a.undone.items():
+                self.control.words[a.turn.done + b] = number
+            a.turn.stop()
+            ring.leave(self.control, a.turn.cell)
+        self.readers.remove(a)
+
+    # -- what must hold at any moment
+
+    @invariant()
+    def held_is_untouched(self) -> None:
+        for a in getattr(self, "readers", ()):
+            for number, b in a.held.items():
+                assert self.data[b] == number, f"item {number} was overwritten while held"
+
+    @invariant()
+    def every_item_once(self) -> None:
+        for a in getattr(self, "readers", ()):
+            seen = sorted(n for n in (*a.got, *a.held) if n not in a.lost)
+            assert len(seen) == len(set(seen))
+            if not a.latest:
+                due = [n for n in range(a.first, a.turn.next) if n not in a.lost]
+                assert seen == due
+                for number in range(a.turn.next, self.issued + 1):
+                    assert number in a.lost or number in self.data.values(), "an item that is due is gone"
+
+
+TestRing = Ring.TestCase
+TestRing.settings = settings(
+    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+# -- single rules, where the model has no eye for them
+
+
+@pytest.fixture
+def control() -> Iterator[tuple[ring.Control, Ledger]]:
+    linux.membarrier_register()
+    paths = [Path("/dev/shm") / f"ipcsync-t-{uuid4().hex}" for _ in range(2)]
+    try:
+        ledger = Ledger.create(paths[0], sessions=4, events=8)
+        ledger.open_cell(0, 1)
+        yield ring.create(paths[1], spec(2), cell=0, incarnation=1), ledger
+    finally:
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+
+def write(control: ring.Control, ledger: Ledger, choice: Choice) -> int:
+    found = choice.pick()
+    assert found is not None
+    number = int(ledger.words[ledger.cell(0) + Cell.ISSUED]) + 1
+    publish(control, found[0], number, 1)
+    ledger.words[ledger.cell(0) + Cell.ISSUED] = number
+    choice.keep(found[0], number)
+    return number
+
+
+def test_a_retired_reader_keeps_what_it_holds_and_gets_nothing_more(control: tuple[ring.Control, Ledger]) -> None:
+    ctl, ledger = control
+    choice = Choice(ctl)
+    turn = Turn(ctl, 0, ring.join(ctl, ledger, 0, block=0))
+    write(ctl, ledger, choice)
+    held = turn.take(1)
+    write(ctl, ledger, choice)
+    assert choice.pick() is None
+    ring.retire(ctl, 0)
+    for _ in range(5):  # in the other buffer, over and over
+        write(ctl, ledger, choice)
+    assert choice.items[held or 0] == 1
+    turn.take(7)
+    assert not turn.attached
+    ring.drop(ctl, 0)
+    write(ctl, ledger, choice)
+    write(ctl, ledger, choice)
+    assert 1 not in choice.items
+
+
+def test_no_stream_is_made_to_wait_for_a_retired_readers_device(control: tuple[ring.Control, Ledger]) -> None:
+    ctl, ledger = control
+    choice = Choice(ctl)
+    turn = Turn(ctl, 0, ring.join(ctl, ledger, 0, block=0))
+    for number in (1, 2):
+        write(ctl, ledger, choice)
+        turn.release(turn.take(number) or 0, number)  # on the host; its device never gets there
+    ring.retire(ctl, 0)
+    assert choice.pick() is None
+    ring.drop(ctl, 0)
+    assert choice.pick() is not None
+
+
+def test_a_wait_on_a_left_readers_word_survives_its_next_owner(control: tuple[ring.Control, Ledger]) -> None:
+    ctl, ledger = control
+    choice = Choice(ctl)
+    turn = Turn(ctl, 0, ring.join(ctl, ledger, 0, block=0))
+    for number in (1, 2):
+        write(ctl, ledger, choice)
+        turn.release(turn.take(number) or 0, number)
+    found = choice.pick()
+    assert found is not None
+    ((word, item),) = found[1]  # put on the writer's stream, which is slow to get there
+    ring.drop(ctl, 0)
+    ring.forget(ctl, 0)
+    ring.join(ctl, ledger, 0, block=1, start="oldest")
+    assert item <= ctl.words[word] < FOREVER
+
+
+def test_a_reader_known_to_be_dead_holds_nothing_until_the_roster_changes(control: tuple[ring.Control, Ledger]) -> None:
+    ctl, ledger = control
+    choice = Choice(ctl)
+    ring.join(ctl, ledger, 0, block=3)
+    write(ctl, ledger, choice)
+    write(ctl, ledger, choice)
+    assert choice.pick() is None
+    assert choice.blockers() == {3}
+    choice.dead = {3}
+    write(ctl, ledger, choice)
+    ring.join(ctl, ledger, 1, block=3)  # the block's next owner is not dead
+    assert not choice.dead or choice.pick() is None
+
+
+def test_a_reader_that_stopped_holds_nobody_up(control: tuple[ring.Control, Ledger]) -> None:
+    ctl, ledger = control
+    choice = Choice(ctl)
+    turn = Turn(ctl, 0, ring.join(ctl, ledger, 0, block=0))
+    write(ctl, ledger, choice)
+    held = turn.take(1)
+    write(ctl, ledger, choice)
+    turn.stop()
+    for _ in range(4):
+        write(ctl, ledger, choice)
+    assert choice.items[held or 0] == 1, "what it holds is still its own"
+
+
+def test_rings_of_the_bell_never_repeat() -> None:
+    rings = [ring.bell(cell, count) for cell in range(256) for count in (0, 1, 5, 0x7FFFFF)]
+    assert len(set(rings)) == len(rings)
+    assert max(rings) < 1 << 32
+    assert min(rings) > 0x7FFFFF  # the broker's own
+
+
+def test_a_control_file_of_another_layout_is_refused(control: tuple[ring.Control, Ledger]) -> None:
+    from ipcsync.errors import ProtocolMismatch
+
+    ctl, _ = control
+    ctl.words[ring.Head.VERSION] = 99
+    with pytest.raises(ProtocolMismatch, match="layout 99"):
+        ring.open_control(ctl.region.path)
+
+
+def test_an_arrays_reader_cells_go_on_counting_over_their_owners() -> None:
+    path = Path("/dev/shm") / f"ipcsync-t-{uuid4().hex}"
+    try:
+        ctl = ring.create_array(path, ArraySpec((SPEC,)))
+        assert ring.free_reader(ctl) == 0
+        ring.join_array(ctl, 0, block=2)
+        at = ctl.reader(0)
+        ctl.words[at + ring.Reader.BEGUN] = 5
+        ring.drop(ctl, 0)
+        assert ctl.words[at + ring.Reader.DONE] == ctl.words[at + ring.Reader.RELEASED] == FOREVER
+        ring.forget(ctl, 0)
+        ring.join_array(ctl, 0, block=3)
+        assert [ctl.words[at + w] for w in (ring.Reader.BEGUN, ring.Reader.RELEASED, ring.Reader.DONE)] == [5, 5, 5]
+    finally:
+        path.unlink(missing_ok=True)
