@@ -11,7 +11,6 @@ A block reader that takes items in order needs no check at all: nothing it has n
 from __future__ import annotations
 
 import itertools
-import time
 from dataclasses import dataclass
 
 from . import linux
