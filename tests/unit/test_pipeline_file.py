@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ipcsync_workers.pipeline import Pipeline, load
 
 from ipcsync.errors import PipelineInvalid
+from ipcsync_workers.pipeline import Pipeline, load
 
 STAGES = """
 from ipcsync_workers import per_item

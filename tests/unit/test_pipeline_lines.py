@@ -6,6 +6,7 @@ import tomllib
 from typing import Any
 
 import pytest
+
 from ipcsync_workers.tomllines import key_lines
 
 TRICKY = '''# a comment with [brackets] = and "quotes"

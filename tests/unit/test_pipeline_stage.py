@@ -32,9 +32,9 @@ def test_a_per_item_function_stays_callable():
 
 
 def _cpu():
-    import ipcsync
+    from ipcsync.device import as_device
 
-    return ipcsync.Device("cpu")
+    return as_device("cpu")
 
 
 def test_an_output_has_the_shape_it_is_given():

@@ -14,7 +14,7 @@ from ipcsync.errors import BrokerUnavailable, IpcSyncError, PermissionDenied, Pi
 if TYPE_CHECKING:
     from rich.console import Console
 
-DONE, FAILED, INVALID, NO_BROKER = 0, 1, 2, 3
+DONE, FAILED, INVALID, NO_BROKER, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 @click.command()
@@ -45,13 +45,15 @@ def run_file(file: Path, overrides: tuple[str, ...] = (), json_file: Path | None
     from .terminal import Terminal
 
     errors = _console(stderr=True)
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise click.UsageError(f"--json: there is no folder {json_file.absolute().parent}")
     try:
-        if json_file is not None and not json_file.absolute().parent.is_dir():
-            raise click.UsageError(f"--json: there is no folder {json_file.absolute().parent}")
         pipeline = load(file, overrides)
         with Terminal(errors, list(pipeline.stages)) as show:
             supervisor = Supervisor(pipeline, show)
-            done = supervisor.run()
+            supervisor.run()
+    except KeyboardInterrupt:  # before there was anything to drain
+        return INTERRUPTED
     except PipelineInvalid as error:
         _say(errors, str(error))
         return INVALID
@@ -62,16 +64,17 @@ def run_file(file: Path, overrides: tuple[str, ...] = (), json_file: Path | None
         _say(errors, f"{type(error).__name__}: {error}")
         return FAILED
     record = report(supervisor)
+    supervisor.close()
     for name, stage in record["stages"].items():
         # Where no stage failed of itself, what stopped the others (a peer that died) is all there is to show.
-        if stage["error"] and (stage["state"] == "failed" or (not record["failed"] and not done)):
+        if stage["error"] and (stage["state"] == "failed" or (not record["failed"] and record["status"] == "failed")):
             _say(errors, f"stage {name!r} failed:\n{stage['error'].rstrip()}")
     _console().print(table(record))
     if json_file is not None:
         json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     if record["status"] == "interrupted":
         return 128 + (supervisor.interrupted or 0)
-    return DONE if done else FAILED
+    return DONE if record["status"] == "done" else FAILED
 
 
 def _console(*, stderr: bool = False) -> Console:

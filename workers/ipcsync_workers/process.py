@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -77,8 +78,7 @@ class Process:
         status = self._process.wait()
         while self.read_message():
             pass
-        os.set_blocking(self.output.fileno(), False)
-        while self._has_output() and self.read_output():
+        while select.select([self.output], [], [], 0)[0] and self.read_output():
             pass
         self.output.close()
         self.end.close()
@@ -86,11 +86,6 @@ class Process:
         if self.outcome is None or (status != 0 and isinstance(self.outcome, messages.Done)):
             self.outcome = messages.Failed(_ended(status), False, getattr(self.outcome, "counts", {}))
         return self.outcome
-
-    def _has_output(self) -> bool:
-        import select
-
-        return bool(select.select([self.output], [], [], 0)[0])
 
 
 def _ended(status: int) -> str:

@@ -92,6 +92,11 @@ class Supervisor:
                 self._wait_for_broker()
         return all(stage.state == "done" for stage in self.stages.values())
 
+    def close(self) -> None:
+        """Lets the counters go: the last thing, when the run has been reported."""
+        for stage in self.stages.values():
+            stage.counters.close()
+
     def _session(self) -> Any:
         return ipcsync.connect(self.directory, name="supervisor", namespace=self.namespace, start_broker=True)
 

@@ -129,9 +129,9 @@ def run_stage(
     without it, ``out[...] = result`` takes any shape. `outputs` names several, and then the result is a map too.
     Returns a list of :class:`Item`, each with ``array``, ``meta`` and ``number``.
     """
-    import ipcsync
+    from ipcsync.device import as_device
 
-    stage = Stage(getattr(function, "__name__", "stage"), params=dict(params or {}), device=ipcsync.Device(device))
+    stage = Stage(getattr(function, "__name__", "stage"), params=dict(params or {}), device=as_device(device))
     given = inputs if isinstance(inputs, Mapping) else {"input": inputs}
     stage.inputs = {name: _Inputs(items) for name, items in given.items()}
     made = {name: _Outputs(like) for name, like in (outputs or {"output": output}).items()}

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ipcsync.device import as_device
+
 import ipcsync
 from ipcsync.errors import PeerDied, SessionClosed
 
@@ -70,7 +72,7 @@ def _work(
     session = stack.enter_context(
         ipcsync.connect(plan.directory, name=plan.stage, namespace=plan.namespace, default_timeout=None)
     )
-    device = ipcsync.Device(plan.device)
+    device = as_device(plan.device)
     # On the cpu the stage's stream is its own thread: what plain numpy code does is in order with the items.
     stream = None if device.type == "cpu" else stack.enter_context(ipcsync.Stream(device))
 
