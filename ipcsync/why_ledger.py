@@ -12,7 +12,8 @@ from . import linux
 from .errors import IpcSyncError
 from .host_waits import announced
 from .ledger import FOREVER, Block, Cell, Header, Ledger
-from .ring import Buffer, Control, Reader, open_control
+from .overview import reader_load
+from .ring import Control, Reader, open_control
 from .why import DEVICE, Holder, Picture, Proc, ProcessState, Thing, Wait
 
 
@@ -102,14 +103,6 @@ def _holders(control: Control, thing: Thing) -> Iterator[Holder]:
         at = control.reader(cell)
         if words[at + Reader.STATE] == Reader.FREE:
             continue
-        if control.depth:
-            items = [(b, words[control.buffer(b) + Buffer.ITEM]) for b in range(control.depth)]
-            taken, released = at + control.taken, at + control.released
-            held = sum(words[released + b] < item <= words[taken + b] for b, item in items)
-            latest = words[at + Reader.POLICY] == Reader.LATEST
-            last = min(thing.issued, words[at + Reader.UNTIL])
-            behind = 0 if latest else max(0, last + 1 - words[at + Reader.CURSOR])
-        else:
-            held, behind = words[at + Reader.BEGUN] - min(words[at + Reader.RELEASED], words[at + Reader.BEGUN]), 0
+        held, behind = reader_load(control, at, thing.issued)
         if held or behind:
-            yield Holder(int(words[at + Reader.OWNER]) - 1, int(held), int(behind))
+            yield Holder(int(words[at + Reader.OWNER]) - 1, held, behind)
