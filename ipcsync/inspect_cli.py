@@ -1,4 +1,4 @@
-"""``ipcsync status``, ``top``, ``events``, ``channels``, ``why``, ``condemn`` and ``logs``: looking at a running broker.
+"""``ipcsync status``, ``top``, ``events``, ``channels``, ``why``, ``condemn`` and ``logs``: looking at a broker.
 
 Without a broker each says so in one sentence and ends with status 3, as ``ipcsync run`` does.
 """
@@ -207,8 +207,8 @@ def logs(runtime_dir: Path | None, follow: bool, lines: int) -> None:
             ask.find(where)
         raise click.ClickException(f"the broker (pid {pid}) writes to {_stderr(pid)}, not to a file here")
     with path.open(errors="replace") as file:
-        for line in file.readlines()[-lines:] if lines else file.readlines()[:0]:
-            click.echo(line, nl=False)
+        said = file.readlines()
+        click.echo("".join(said[max(0, len(said) - lines) :]), nl=False)
         try:
             while follow and (line := _next(file, where)) is not None:
                 click.echo(line, nl=False)
