@@ -8,6 +8,7 @@ a closed session), and is where a waiter notices a death that no broker is there
 
 from __future__ import annotations
 
+import enum
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -18,6 +19,19 @@ from .shm import Region
 
 if TYPE_CHECKING:
     from .host_waits import Waiting
+
+
+class Unset(enum.Enum):
+    """``UNSET``: no timeout was given, so the session's default holds; ``None`` is no deadline at all."""
+
+    UNSET = "the session's default"
+
+    def __repr__(self) -> str:
+        return "UNSET"
+
+
+UNSET = Unset.UNSET
+Timeout = float | None | Unset  # seconds
 
 SLICE = 0.05
 _SPINS = 200
