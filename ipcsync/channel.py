@@ -1,0 +1,316 @@
+"""Channels: a ring of equal buffers, one writer, many readers, no copies. ``turns.py`` says when a buffer is free.
+
+Item n is round n of the channel's event: the reader's stream waits for it on the device, and a writer's death condemns
+it, exactly as for any shared event.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from .backends import select
+from .backends.base import Backend, Memory, RawStream
+from .device import as_device
+from .errors import InvalidArgument, InvalidState, MetaTooLarge
+from .fields import Field, fields_of, layout
+from .ring import Control
+from .waiting import UNSET, Deadline, Timeout
+from .wire import (
+    ChannelInfo,
+    ChannelSpec,
+    CreateChannel,
+    Detach,
+    Empty,
+    JoinReader,
+    JoinWriter,
+    MemoryInfo,
+    Open,
+    ReaderReply,
+    WriterReply,
+)
+
+if TYPE_CHECKING:
+    from .channel_reader import Reader
+    from .channel_writer import Writer
+    from .session import Session
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Slot:
+    """One turn with shared memory. ``slot.array`` is its one field, ``slot["ids"]`` a field by its name.
+
+    The arrays are numpy's or CuPy's, over the memory itself; they must not be used once the turn has ended.
+    """
+
+    __slots__ = ("_arrays", "_raw")
+
+    def __init__(self, raw: RawStream) -> None:
+        self._arrays: dict[str, Any] | None = None  # None when it is not our turn
+        self._raw = raw
+
+    def _mine(self) -> dict[str, Any]:
+        if self._arrays is None:
+            raise InvalidState("the turn is not now: use the arrays inside the block, and before release()")
+        return self._arrays
+
+    @property
+    def array(self) -> Any:
+        """The slot's one field (numpy on the host, CuPy on a GPU)."""
+        arrays = self._mine()
+        if len(arrays) != 1:
+            raise InvalidState(f"there are fields {', '.join(arrays)}: use slot[name]")
+        return next(iter(arrays.values()))
+
+    def __getitem__(self, name: str) -> Any:
+        return self._mine()[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._mine()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._mine())
+
+    def __len__(self) -> int:
+        return len(self._mine())
+
+    def keys(self) -> list[str]:
+        """The names of its fields."""
+        return list(self._mine())
+
+
+class Views:
+    """The arrays over a ring's memory, made once a buffer: a turn makes none unless its item is smaller."""
+
+    def __init__(self, backend: Backend, memory: Memory, spec: ChannelSpec) -> None:
+        self._backend, self._memory, self._spec = backend, memory, spec
+        self._made: list[dict[str, Any] | None] = [None] * spec.depth
+
+    def __getitem__(self, buffer: int) -> dict[str, Any]:
+        made = self._made[buffer]
+        if made is None:
+            made = self._made[buffer] = {
+                f.name: self._backend.array(self._memory, buffer * self._spec.stride + f.offset, f.shape, f.dtype)
+                for f in self._spec.fields
+            }
+        return made
+
+
+class Channel:
+    """A named ring of buffers. Made by ``session.create_channel`` and ``session.open_channel``.
+
+    ``name``, ``depth`` (buffers), ``fields`` (name to :class:`Field`), ``device``, ``meta_bytes``, ``max_readers``.
+    """
+
+    def __init__(self, session: Session, info: ChannelInfo) -> None:
+        self.session, self.info, self.spec = session, info, info.spec
+        self.name = info.event.name
+        self.incarnation = info.event.incarnation
+        self.depth, self.max_readers, self.meta_bytes = info.spec.depth, info.spec.max_readers, info.spec.meta_bytes
+        self.fields = {f.name: Field(f.shape, f.dtype) for f in info.spec.fields}
+        self.backend = select.backend("cpu" if info.event.device == "cpu" else "cuda")
+        self.index = self.backend.index(info.event.device)
+        self.device = as_device(f"{self.backend.device_type}:{self.index}")
+        self.control = Control(session.map(info.control))
+        self.backend.register(self.control.region)
+        self.owned: Memory | None = None  # memory="session": ours, for as long as anybody may read it
+        self._memory: dict[bool, Memory] = {}
+        self._users: set[Writer | Reader] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        session.adopt(self)
+
+    def __repr__(self) -> str:
+        return f"<ipcsync.Channel {self.name!r} depth {self.depth} on {self.device}>"
+
+    def writer(self, *, timeout: Timeout = UNSET) -> Writer:
+        """Becomes the channel's one writer. ``RecorderBusy`` names who is; ``EndOfStream`` when it was ended.
+
+        Leave it by ``with`` (or ``close()``): that ends the stream; ``detach()`` leaves without ending it.
+        """
+        from .channel_writer import Writer
+
+        self._check()
+        request = JoinWriter(self.incarnation)
+        reply = self.session.request("join_writer", request, WriterReply, self.session.deadline(timeout))
+        writer = Writer(self, reply)
+        self._users.add(writer)
+        return writer
+
+    def reader(
+        self,
+        policy: Literal["block", "latest"] = "block",
+        start: Literal["next", "oldest"] = "next",
+        group: str | None = None,
+        on_writer_death: Literal["raise", "wait"] = "raise",
+        *,
+        timeout: Timeout = UNSET,
+    ) -> Reader:
+        """Attaches a reader: no item from its start on is overwritten before it is done with it.
+
+        ``policy="latest"``: always the newest item; the writer does not wait for it, and what it was too slow for is
+        counted (``slot.skipped``). ``start="oldest"``: from the oldest item that is still whole. ``on_writer_death``:
+        ``"raise"`` ``PeerDied`` after the last complete item, or ``"wait"`` for another writer to take over.
+        """
+        from .channel_reader import Reader
+
+        self._check()
+        for value, known in ((policy, ("block", "latest")), (start, ("next", "oldest"))):
+            if value not in known:
+                raise InvalidArgument(f"{value!r} is none of {known}")
+        if on_writer_death not in ("raise", "wait"):
+            raise InvalidArgument(f"on_writer_death is 'raise' or 'wait', not {on_writer_death!r}")
+        request = JoinReader(self.incarnation, policy, start, group)
+        reply = self.session.request("join_reader", request, ReaderReply, self.session.deadline(timeout))
+        reader = Reader(self, reply, policy=policy, wait=on_writer_death == "wait")
+        self._users.add(reader)
+        return reader
+
+    def close(self, timeout: Timeout = UNSET) -> None:
+        """Closes its writer and readers, if they still are, and lets the channel go. Idempotent."""
+        if not self._closed:
+            self._shutdown(self.session.deadline(timeout))
+
+    def __enter__(self) -> Channel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- for writers, readers and the session
+
+    def views(self, *, writable: bool) -> Views:
+        with self._lock:
+            memory = self._memory.get(writable)
+            if memory is None:
+                info = self.info.memory
+                memory = self.backend.open_memory(self.index, info.handle, info.nbytes, writable=writable)
+                self._memory[writable] = memory
+        return Views(self.backend, memory, self.spec)
+
+    def left(self, user: Writer | Reader) -> None:
+        self._users.discard(user)
+
+    def _check(self) -> None:
+        self.session.check()
+        if self._closed:
+            raise InvalidState(f"the channel {self.name!r} was closed here: open it again")
+
+    def _held(self) -> dict[str, Any]:
+        return {"kind": "channel", "name": self.name, "incarnation": self.incarnation, "cell": self.info.event.cell}
+
+    def _shutdown(self, deadline: Deadline) -> None:
+        self._closed = True
+        try:
+            for user in list(self._users):
+                user.close(deadline.left(3600.0) if deadline.at is not None else None)
+        finally:
+            self.session.forget(self)
+            self.session.request("detach", Detach(self.incarnation), Empty, deadline)
+            for memory in self._memory.values():
+                self.backend.free(memory)
+            self._memory.clear()
+            if self.owned is not None:
+                self.backend.free(self.owned)
+            self.backend.unregister(self.control.region)
+
+
+def create_channel(
+    session: Session,
+    name: str,
+    *,
+    shape: Any = None,
+    dtype: Any = "float32",
+    fields: Mapping[str, Field] | None = None,
+    depth: int = 4,
+    device: Any = None,
+    max_readers: int = 16,
+    meta_bytes: int = 4096,
+    memory: Literal["broker", "session"] = "broker",
+    lifetime: Literal["session", "broker"] = "session",
+    redeliver: bool = True,
+    exist_ok: bool = False,
+    timeout: Timeout = UNSET,
+) -> Channel:
+    """The body of ``Session.create_channel``."""
+    session.check()
+    named, single = fields_of(fields, shape, dtype)
+    specs, stride = layout(named)
+    for what, value, low, high in (
+        ("depth", depth, 2, 4096),
+        ("max_readers", max_readers, 1, 256),
+        ("meta_bytes", meta_bytes, 0, 1 << 20),
+    ):
+        if not isinstance(value, int) or not low <= value <= high:
+            raise InvalidArgument(f"{what} is {value!r}: from {low} to {high}")
+    if memory not in ("broker", "session") or lifetime not in ("session", "broker"):
+        raise InvalidArgument(f"memory and lifetime are 'broker' or 'session', not {memory!r} and {lifetime!r}")
+    spec = ChannelSpec(
+        fields=specs,
+        stride=stride,
+        depth=depth,
+        max_readers=max_readers,
+        meta_bytes=meta_bytes,
+        memory=memory,
+        lifetime=lifetime,
+        redeliver=redeliver,
+        single=single,
+    )
+    where = as_device(device)
+    backend = select.backend(where)
+    uuid = backend.uuid(where.index)
+    owned = info = None
+    if memory == "session":
+        owned = backend.allocate(where.index, stride * depth, session.memory_name())
+        info = MemoryInfo(owned.handle, owned.nbytes, uuid)
+    request = CreateChannel(name, uuid, spec, exist_ok, info)
+    try:
+        made = session.request("create_channel", request, ChannelInfo, session.deadline(timeout))
+    except BaseException:
+        if owned is not None:
+            backend.free(owned)
+        raise
+    channel = Channel(session, made)
+    if owned is not None and made.memory.handle == owned.handle:
+        channel.owned = owned
+    elif owned is not None:
+        backend.free(owned)  # it existed, with memory of its own
+    return channel
+
+
+def open_channel(session: Session, name: str, timeout: Timeout = UNSET) -> Channel:
+    """The body of ``Session.open_channel``."""
+    session.check()
+    info = session.request("open_channel", Open("channel", name), ChannelInfo, session.deadline(timeout))
+    return Channel(session, info)
+
+
+def encode_meta(meta: dict[str, Any], room: int, name: str) -> bytes:
+    """`meta` as msgpack, empty for an empty map; ``MetaTooLarge`` when it needs more than `room` bytes."""
+    if not meta:
+        return b""
+    if not isinstance(meta, dict):
+        raise InvalidArgument(f"meta is a dict, not {type(meta).__name__}")
+    try:
+        raw = _encode(meta)
+    except (TypeError, OverflowError, ValueError) as error:
+        raise InvalidArgument(f"meta holds what msgpack cannot say ({error}): use plain values") from None
+    if len(raw) > room:
+        raise MetaTooLarge(
+            f"meta of {len(raw)} bytes in {name!r}, which has room for {room}: create the channel with a larger "
+            "meta_bytes=, or give large data a field",
+            size=len(raw),
+            limit=room,
+        )
+    return raw
+
+
+def decode_meta(raw: bytes) -> dict[str, Any]:
+    """The map a writer stored."""
+    found: dict[str, Any] = msgspec.msgpack.decode(raw)
+    return found

@@ -1,0 +1,406 @@
+"""A channel's reader: takes items in turn, holds them, gives them back on the stream.
+
+Nothing here waits for the device but ``confirm`` and ``close``: a turn's end only looks whether the item has been
+condemned meanwhile. What was never confirmed is looked at again at the next turn, and waited for in ``close``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from . import failpoints
+from .channel import Slot, decode_meta
+from .errors import EndOfStream, InvalidState, IpcSyncError, PeerDied, PeerFailed, StaleHandle, WaitTimeout
+from .ledger import FOREVER, Cell
+from .ring import Buffer, Epoch, Head, ended_by
+from .ring import Reader as Words
+from .turns import Turn
+from .waiting import UNSET, Deadline, Timeout, wait_word
+from .wire import Empty, LeaveReader, ReaderReply
+
+if TYPE_CHECKING:
+    from .backends.base import RawStream
+    from .channel import Channel
+    from .timeline import Timeline
+
+
+class ReadSlot(Slot):
+    """An item and the buffer it lies in, ours until the turn ends. Host arrays are read-only.
+
+    ``number`` (1, 2, 3, ... in the writer's order), ``epoch`` (which writer), ``published`` (when, on the clock of
+    ``time.monotonic_ns``), ``skipped`` (items that a ``latest`` reader missed before this one), ``meta`` (the map).
+    """
+
+    __slots__ = ("_buffer", "_meta", "_raw_meta", "_reader", "_timeline", "epoch", "number", "published", "skipped")
+
+    def __init__(self, reader: Reader, raw: RawStream, number: int, epoch: int, skipped: int) -> None:
+        super().__init__(raw)
+        self._reader, self._buffer, self.epoch = reader, -1, epoch
+        self._timeline = reader._timeline
+        self.number = number
+        self.published = 0  # when the writer published it: time.monotonic_ns(), the same clock in every process
+        self.skipped = skipped
+        self._meta: dict[str, Any] | None = None
+        self._raw_meta = b""
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What the writer said of the item; stays readable after the turn."""
+        if self._meta is None:
+            self._meta = decode_meta(self._raw_meta) if self._raw_meta else {}
+        return self._meta
+
+    def confirm(self, timeout: Timeout = UNSET) -> None:
+        """The host waits until the item is complete; ``PeerDied`` if it will never be. A commit point: what was read of
+        it after this, and computed behind this, comes from finished work."""
+        self._timeline.wait_host(self.number, self._reader.session.deadline(timeout))
+
+    def release(self, stream: Any = None) -> None:
+        """Ends the turn, on `stream` (default: the one it was taken on): once that gets there the buffer may be
+        written again. Idempotent; in any order."""
+        if self._arrays is not None:
+            self._reader._release(self, stream)
+
+    def __enter__(self) -> ReadSlot:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.release()
+        if kind is None:
+            self._reader._settle()
+
+
+class Reader:
+    """One reader of a channel. Made by ``channel.reader()``; leave it by ``with`` or ``close()``.
+
+    ``skipped`` counts what a ``latest`` reader missed in all.
+    """
+
+    def __init__(self, channel: Channel, reply: ReaderReply, *, policy: str, wait: bool) -> None:
+        self.channel, self.session, self.device = channel, channel.session, channel.device
+        self.policy, self.on_writer_death = policy, "wait" if wait else "raise"
+        self.skipped = 0
+        self._backend, self._control = channel.backend, channel.control
+        self._words, self._ledger = self._control.words, channel.session.ledger.words
+        self._turn = Turn(self._control, reply.cell, reply.start)
+        self._latest = policy == "latest"
+        self._views = channel.views(writable=False)
+        self._held: set[ReadSlot] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._over: IpcSyncError | None = None  # what every further get() raises
+        self._unconfirmed = 0  # the last item taken in this epoch; 0 when there is none to be looked at
+        self._bytes = self._control.region.bytes
+        self._enter_epoch(self._epoch_of(reply.start))
+
+    def __repr__(self) -> str:
+        return f"<ipcsync.Reader of {self.channel.name!r}, next item {self._turn.next}>"
+
+    # -- taking
+
+    def get(self, stream: Any = None, timeout: Timeout = UNSET) -> ReadSlot:
+        """The next item, held until it is released (it is a context manager): `stream` waits for it on the device.
+
+        The host waits, `timeout` seconds at most (``WaitTimeout``), until the item is published. ``EndOfStream`` after
+        the last one; ``PeerDied`` when the writer died, ``PeerFailed`` when it was left by an exception.
+        """
+        raw = self.session.stream(stream, self.device)
+        deadline = self.session.deadline(timeout)
+        if not self._lock.acquire(timeout=deadline.left(threading.TIMEOUT_MAX)):
+            raise WaitTimeout(f"another thread is in get() of {self.channel.name!r}", timeout=deadline.timeout)
+        try:
+            while True:
+                self._await(deadline)
+                slot = self._take(raw)
+                if slot is None:
+                    continue
+                try:
+                    self._timeline.wait(raw, slot.number, deadline)
+                except PeerDied:
+                    self._release(slot, None)
+                    self._unconfirmed = 0
+                    if self.on_writer_death == "raise":
+                        raise
+                    continue  # never handed out: on to the next writer
+                except BaseException:
+                    self._turn.next = slot.number  # not delivered: the next get() takes it again
+                    self._release(slot, None, undo=True)
+                    raise
+                if failpoints.ARMED:
+                    failpoints.hit("slot.taken")
+                return slot
+        finally:
+            self._lock.release()
+
+    def slots(self, stream: Any = None, timeout: Timeout = UNSET) -> Iterator[ReadSlot]:
+        """Every item until the stream ends, each released when its turn of the loop ends. `timeout` is per item."""
+        while True:
+            try:
+                slot = self.get(stream, timeout)
+            except EndOfStream:
+                return
+            try:
+                yield slot
+            finally:
+                slot.release()
+            self._settle()
+
+    __iter__ = slots
+
+    def _await(self, deadline: Deadline) -> None:
+        """Returns once the next item was issued and may be taken."""
+        ledger, words = self._ledger, self._words
+        while True:
+            self._settle()
+            if self._closed or self._over is not None:
+                raise self._over or InvalidState(f"the reader of {self.channel.name!r} was closed")
+            self.session.check()
+            number = self._turn.next
+            if number >= self._bad():
+                self._next_writer(number, deadline)
+            elif ledger[self._at + Cell.ISSUED] >= number:
+                return
+            elif 0 < words[Head.END_AT] <= number:
+                self._end()
+            elif words[Head.EPOCH] != self._epoch:
+                self._next_writer(number, deadline)
+            else:
+                try:
+                    wait_word(
+                        self.session.ledger.region,
+                        self._at + Cell.ISSUED,
+                        number,
+                        deadline,
+                        check=self._between,
+                        what=lambda: f"item {self._turn.next} of {self.channel.name!r}",
+                    )
+                except _Changed:
+                    pass
+
+    def _bad(self) -> int:
+        """The first item of this epoch that will never be true."""
+        if self._words[Head.EPOCH] == self._epoch:
+            return int(self._ledger[self._at + Cell.VERDICT])
+        bad = self._words[self._line + Epoch.BAD]
+        if self._words[self._line + Epoch.NUMBER] != self._epoch:
+            raise self._lost()
+        return int(bad)
+
+    def _lost(self) -> StaleHandle:
+        return StaleHandle(f"more than {Head.EPOCHS} writers of {self.channel.name!r} came and went meanwhile")
+
+    def _between(self) -> None:
+        number = self._turn.next
+        if (
+            self._closed
+            or self._ledger[self._at + Cell.VERDICT] <= number
+            or 0 < self._words[Head.END_AT] <= number
+            or self._words[Head.EPOCH] != self._epoch
+        ):
+            raise _Changed
+        self._timeline.between_slices(number)
+
+    def _take(self, raw: RawStream) -> ReadSlot | None:
+        turn, words = self._turn, self._words
+        number = turn.next
+        if self._latest:
+            number = self._newest()
+            if number < turn.next:  # condemned a moment ago
+                return None
+        skipped = number - turn.next
+        b = turn.take(number, latest=self._latest)
+        if b is None:
+            if not self._latest:
+                raise AssertionError(f"item {number} of {self.channel.name!r} is not where it was published")
+            if self._newest() == number:  # dropped, and there is no newer one yet
+                turn.next = number + 1
+                self._count(skipped + 1)
+            return None
+        if not turn.attached:
+            turn.undo(b)
+            raise StaleHandle(f"this session was taken for stopped: its reader of {self.channel.name!r} was detached")
+        at = self._control.buffer(b)
+        slot = ReadSlot(self, raw, number, words[at + Buffer.EPOCH], skipped)
+        slot.published = words[at + Buffer.PUBLISHED]
+        if skipped:
+            self._count(skipped)
+        sizes = words[at + Buffer.SIZES]
+        arrays = self._views[b]
+        if sizes:
+            length = sizes & 0xFFFFFFFF
+            if length:
+                start = self._control.meta_at(b)
+                slot._raw_meta = bytes(self._bytes[start : start + length])
+            if sizes >> 32:
+                arrays = self._smaller(arrays, at + Buffer.EXTENTS)
+        slot._buffer, slot._arrays = b, arrays
+        self._unconfirmed = number
+        self._held.add(slot)
+        return slot
+
+    def _newest(self) -> int:
+        return int(min(self._ledger[self._at + Cell.ISSUED], self._bad() - 1))
+
+    def _smaller(self, arrays: dict[str, Any], at: int) -> dict[str, Any]:
+        found = {}
+        for spec in self.channel.spec.fields:
+            axes = len(spec.shape)
+            found[spec.name] = arrays[spec.name][tuple(slice(n) for n in self._words[at : at + axes])]
+            at += axes
+        return found
+
+    def _count(self, skipped: int) -> None:
+        self.skipped += skipped
+        self._words[self._turn.at + Words.SKIPPED] = self.skipped
+
+    # -- ends
+
+    def _end(self) -> None:
+        words, name = self._words, self.channel.name
+        if words[Head.END_REASON] == Head.FAILED:
+            who, pid = ended_by(self._control)
+            self._over = PeerFailed(
+                f"the writer of {name!r}, session {who!r} (pid {pid}), was left by an exception: there are no items "
+                f"from {words[Head.END_AT]} on; see that process's own error",
+                session=who,
+                pid=pid,
+                round=words[Head.END_AT],
+                name=name,
+            )
+        else:
+            self._over = EndOfStream(f"{name!r} was closed by its writer after item {words[Head.END_AT] - 1}")
+        raise self._over
+
+    def _next_writer(self, number: int, deadline: Deadline) -> None:
+        """The writer of this epoch is dead and everything it completed was taken: raises, or waits for the next."""
+        words = self._words
+        if self.on_writer_death == "raise" or words[Head.END_AT]:
+            self._over = self._timeline.error()
+            self._turn.stop()  # no writer after it has to wait for this reader
+            raise self._over
+        wait_word(
+            self._control.region,
+            Head.EPOCH,
+            self._epoch + 1,
+            deadline,
+            check=self._no_writer,
+            what=lambda: f"a new writer of {self.channel.name!r}, whose last one died,",
+        )
+        self._enter_epoch(self._epoch + 1)
+
+    def _no_writer(self) -> None:
+        self.session.check()
+        if self._closed:
+            raise InvalidState(f"the reader of {self.channel.name!r} was closed")
+        if self._words[Head.END_AT]:
+            raise self._timeline.error()
+
+    def _epoch_of(self, number: int) -> int:
+        """The epoch that items from `number` on are of."""
+        epoch = int(self._words[Head.EPOCH])
+        while epoch > 1 and self._words[self._control.epoch(epoch) + Epoch.BASE] >= number:
+            epoch -= 1
+        return epoch
+
+    def _enter_epoch(self, epoch: int) -> None:
+        words, at = self._words, self._control.epoch(epoch)
+        event = msgspec.structs.replace(
+            self.channel.info.event, cell=words[at + Epoch.CELL], incarnation=words[at + Epoch.INCARNATION]
+        )
+        base = words[at + Epoch.BASE]
+        if words[at + Epoch.NUMBER] != epoch:
+            raise self._lost()
+        if event.cell != self.channel.info.event.cell:
+            event.handle = b""  # the CUDA event was of the first epoch's cell
+        self._epoch, self._line = epoch, at
+        self._timeline: Timeline = self.session.open_timeline(event)
+        self._at = self._timeline.at
+        self._turn.next = max(self._turn.next, base + 1)
+
+    def _settle(self) -> None:
+        """Raises if the last item taken has been condemned. Items complete in order, so it speaks for all."""
+        number = self._unconfirmed
+        if number and self._bad() <= number:
+            self._unconfirmed = 0
+            if self.on_writer_death == "raise":
+                self._turn.stop()
+            raise self._timeline.error()
+
+    # -- giving back
+
+    def _release(self, slot: ReadSlot, stream: Any, *, undo: bool = False) -> None:
+        if failpoints.ARMED:
+            failpoints.hit("slot.release")
+        b, number = slot._buffer, slot.number
+        slot._arrays = None
+        self._held.discard(slot)
+        if undo:
+            self._turn.undo(b)
+            return
+        raw = slot._raw if stream is None else self.session.stream(stream, self.device)
+        done = self._turn.done + b
+        if self._backend.is_thread(raw):
+            self._words[done] = number
+        else:
+            self._backend.write(raw, self._control.region, done, number, failed=lambda _: self._force(done, number))
+        self._turn.release(b, number)
+
+    def _force(self, done: int, number: int) -> None:
+        """The stream's work raised: it takes no more, so it is done with the buffer."""
+        self._words[done] = number
+        self._control.wake(done)
+
+    def close(self, timeout: Timeout = UNSET) -> None:
+        """Releases what is held, waits until everything taken is complete and this device's work on it is done, and
+        lets the reader's place go. ``PeerDied`` if something taken and not confirmed was condemned: it is closed then
+        as well. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        deadline = self.session.deadline(timeout)
+        for slot in list(self._held):
+            self._release(slot, None)
+        self._turn.stop()
+        try:
+            number, bad = self._unconfirmed, self._bad()
+            if number and bad == FOREVER:
+                self._timeline.wait_host(number, deadline)
+            elif number and bad <= number:
+                raise self._timeline.error()
+        finally:
+            self._leave(deadline)
+
+    def _leave(self, deadline: Deadline) -> None:
+        turn, words = self._turn, self._words
+        for b in range(self._control.depth):
+            wait_word(
+                self._control.region,
+                turn.done + b,
+                words[turn.released + b],
+                deadline,
+                check=self.session.check,
+                what=lambda: f"this process's own work on the items it released of {self.channel.name!r}",
+                polled=self._backend.device_writes,
+            )
+        self.channel.left(self)
+        request = LeaveReader(self.channel.incarnation, turn.cell)
+        self.session.request("leave_reader", request, Empty, deadline)
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        try:
+            self.close()
+        except IpcSyncError as secondary:
+            if error is None:
+                raise
+            error.add_note(f"and closing the reader of {self.channel.name!r}: {secondary}")
+
+
+class _Changed(Exception):
+    """Something that ends a wait for an item is there: look again at what."""

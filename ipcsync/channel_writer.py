@@ -1,0 +1,286 @@
+"""A channel's writer: finds a free buffer, hands it out, publishes it on the stream.
+
+An item exists once its round is issued. Until then nothing of it can be seen: an exception in the slot's block, or
+``discard()``, leaves the readers with what they had.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from . import failpoints, linux
+from .channel import Slot, encode_meta
+from .errors import InvalidArgument, InvalidState, IpcSyncError, WaitTimeout
+from .fields import shape_of
+from .ledger import Cell
+from .ring import Buffer, Head
+from .turns import Choice, publish
+from .waiting import UNSET, Deadline, Timeout, wait_word
+from .wire import Empty, LeaveWriter, WriterReply
+
+if TYPE_CHECKING:
+    from .backends.base import RawStream
+    from .channel import Channel
+
+
+class WriteSlot(Slot):
+    """A free buffer to fill: ``with writer.slot(stream) as slot: slot.array[...] = image``. What it held is undefined.
+
+    ``meta`` is a dict that goes with the item: set it until the block ends. ``number`` is the item's, final once the
+    block has ended; None after ``discard()``.
+    """
+
+    __slots__ = ("_buffer", "_extents", "_writer", "epoch", "meta", "number")
+
+    def __init__(self, writer: Writer, raw: RawStream, meta: Mapping[str, Any] | None, timeout: Timeout) -> None:
+        super().__init__(raw)
+        self._writer, self._buffer = writer, -1
+        self.epoch = writer.epoch
+        self._extents: dict[str, tuple[int, ...]] | Timeout = timeout  # the timeout, until the turn begins
+        self.meta: dict[str, Any] = {} if meta is None else dict(meta)
+        self.number: int | None = None
+
+    def resize(self, *what: Any) -> None:
+        """``resize(name, shape)``, or ``resize(shape)`` of the one field: this item's extent, at most the field's.
+
+        An axis may be 0. ``slot.array`` and ``slot[name]`` are the smaller arrays from here on, here and at readers.
+        """
+        arrays = self._mine()
+        if len(what) == 1 and len(arrays) == 1:
+            what = (next(iter(arrays)), what[0])
+        if len(what) != 2 or what[0] not in arrays:
+            raise InvalidArgument(f"resize takes a field's name ({', '.join(arrays)}) and a shape")
+        name, shape = what[0], shape_of(what[1])
+        greatest = self._writer.channel.fields[name].shape
+        if len(shape) != len(greatest) or any(n > most for n, most in zip(shape, greatest, strict=True)):
+            raise InvalidArgument(f"{name!r} cannot be {shape}: the channel has room for {greatest}")
+        assert isinstance(self._extents, dict)
+        self._extents[name] = shape
+        whole = self._writer._views[self._buffer][name]
+        self._arrays = {**arrays, name: whole[tuple(slice(n) for n in shape)]}
+
+    def discard(self) -> None:
+        """Publishes nothing: the slot's turn is over now."""
+        self._mine()
+        self._writer._put_back(self)
+
+    def confirm(self, timeout: Timeout = UNSET) -> None:
+        """After the block: the host waits until the item is complete; ``PeerDied`` if what it hangs on was not."""
+        if self.number is None or self._arrays is not None:
+            raise InvalidState("nothing was published yet: confirm() after the slot's block")
+        writer = self._writer
+        writer._timeline.wait_host(self.number, writer.session.deadline(timeout))
+
+    def __enter__(self) -> WriteSlot:
+        self._writer._begin(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._arrays is None:
+            return  # discarded
+        if kind is not None:
+            self._writer._put_back(self)
+        else:
+            self._writer._publish(self)
+
+
+class Writer:
+    """The channel's one writer. Made by ``channel.writer()``.
+
+    Leaving it by ``with`` (or ``close()``) ends the stream: readers get ``EndOfStream`` after the last item. Leaving it
+    by an exception ends it with ``PeerFailed``. ``detach()`` leaves without ending it: another may write on.
+    """
+
+    def __init__(self, channel: Channel, reply: WriterReply) -> None:
+        self.channel, self.session, self.device = channel, channel.session, channel.device
+        self.epoch = reply.epoch
+        self._backend, self._control = channel.backend, channel.control
+        self._words, self._ledger = self._control.words, channel.session.ledger.words
+        self._timeline = channel.session.open_timeline(reply.event)
+        self._timeline.take_pen(lambda: None)  # the broker granted it when we joined
+        self._at = self._timeline.at
+        self._views = channel.views(writable=True)
+        self._choice = Choice(self._control)
+        self._streams: dict[int, Hashable] = {}  # of each buffer: the stream that wrote its item
+        self._left: dict[int, tuple[Hashable, Any]] = {}  # ... or that left it unpublished, and an event behind that
+        self._lock = threading.RLock()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<ipcsync.Writer of {self.channel.name!r}, epoch {self.epoch}>"
+
+    def slot(self, stream: Any = None, meta: Mapping[str, Any] | None = None, *, timeout: Timeout = UNSET) -> WriteSlot:
+        """A turn with a free buffer, as a context manager; published on `stream` when its block ends.
+
+        The host waits, `timeout` seconds at most, only when every buffer is in use. `meta`: see ``slot.meta``.
+        """
+        return WriteSlot(self, self.session.stream(stream, self.device), meta, timeout)
+
+    # -- a slot's turn
+
+    def _begin(self, slot: WriteSlot) -> None:
+        if slot._buffer >= 0 or isinstance(slot._extents, dict):
+            raise InvalidState("this slot had its turn: take another with writer.slot()")
+        deadline = self.session.deadline(slot._extents)
+        b, waits = self._claim(deadline)
+        try:
+            self._behind(slot._raw, b, waits, deadline)
+        except BaseException:
+            with self._lock:
+                self._choice.put_back(b)
+            raise
+        slot._extents = {}
+        slot._buffer, slot._arrays = b, self._views[b]
+        slot.number = self._ledger[self._at + Cell.ISSUED] + 1
+
+    def _claim(self, deadline: Deadline) -> tuple[int, list[tuple[int, int]]]:
+        address = self._control.region.address + 8 * Head.DOORBELL
+        while True:
+            seen = self._words[Head.DOORBELL]
+            self._check()
+            with self._lock:
+                found = self._choice.pick()
+            if found is not None:
+                return found
+            left = deadline.left()
+            if left == 0.0:
+                raise WaitTimeout(
+                    f"no buffer of {self.channel.name!r} became free within {deadline.timeout:g} s: all "
+                    f"{self._control.depth} are in use by readers, or by this writer's own open slots",
+                    timeout=deadline.timeout,
+                )
+            linux.futex_wait(address, seen, left)
+            self._look_for_deaths()
+
+    def _check(self) -> None:
+        if self._closed:
+            raise InvalidState(f"the writer of {self.channel.name!r} was closed or detached")
+        self._timeline.check(self._ledger[self._at + Cell.ISSUED] + 1)
+
+    def _look_for_deaths(self) -> None:
+        """A reader whose process is dead does not hold the writer, whether a broker lives to see it or not."""
+        ledger = self.session.ledger
+        with self._lock:
+            dead = {block for block in self._choice.blockers() if ledger.dying(block)}
+            self._choice.dead = dead
+        for block in dead:
+            self.session.suspect(block)
+
+    def _behind(self, raw: RawStream, b: int, waits: list[tuple[int, int]], deadline: Deadline) -> None:
+        """Puts the buffer's next use behind its last: readers' device work, and our own on another stream."""
+        backend, key = self._backend, self._backend.stream_key(raw)
+        region = self._control.region
+        for word, item in waits:
+            self._wait(raw, region, word, item, deadline)
+        item = self._choice.items[b]
+        if self._ledger[self._at + Cell.WORD] < item and self._streams.get(b) != key:
+            self._wait(raw, self.session.ledger.region, self._at + Cell.WORD, item, deadline)
+        left = self._left.pop(b, None)
+        if left is not None:
+            if left[0] != key:
+                backend.event_wait(left[1], raw)
+            backend.event_destroy(left[1])
+
+    def _wait(self, raw: RawStream, region: Any, word: int, value: int, deadline: Deadline) -> None:
+        name = self.channel.name
+        if self._backend.is_thread(raw):
+            what = f"the readers' streams' work on a buffer of {name!r}"
+            wait_word(
+                region, word, value, deadline, check=self._check, what=lambda: what, polled=self._backend.device_writes
+            )
+        else:
+            self.session.enqueue_wait(self._backend, raw, region, word, value, deadline, name)
+
+    def _publish(self, slot: WriteSlot) -> None:
+        b, at, words = slot._buffer, self._control.buffer(slot._buffer), self._words
+        with self._lock:
+            try:
+                self._check()
+                meta = encode_meta(slot.meta, self.channel.meta_bytes, self.channel.name)
+                number = self._ledger[self._at + Cell.ISSUED] + 1
+                words[at + Buffer.SIZES] = len(meta) | (self._store_extents(slot, at) << 32)
+                if meta:
+                    start = self._control.meta_at(b)
+                    self._control.region.bytes[start : start + len(meta)] = meta
+                words[at + Buffer.PUBLISHED] = time.monotonic_ns()
+                publish(self._control, b, number, self.epoch)
+                if failpoints.ARMED:
+                    failpoints.hit("slot.publish")
+                self._timeline.record(slot._raw)
+            except BaseException:
+                words[at + Buffer.ITEM] = self._choice.items[b]
+                self._put_back(slot)
+                raise
+            slot.number = number
+            slot._arrays = None
+            self._streams[b] = self._backend.stream_key(slot._raw)
+            self._choice.keep(b, number)
+
+    def _put_back(self, slot: WriteSlot) -> None:
+        slot._arrays, slot.number = None, None
+        b, raw = slot._buffer, slot._raw
+        if not self._backend.is_thread(raw):
+            event = self._backend.event_create(self.channel.index, timing=False, blocking=False, interprocess=False)
+            self._backend.event_record(event, raw)
+            self._left[b] = self._backend.stream_key(raw), event
+        with self._lock:
+            self._choice.put_back(b)
+
+    def _store_extents(self, slot: WriteSlot, at: int) -> int:
+        """Stores the item's extents behind the buffer's record; 0 when it is as large as the fields."""
+        assert isinstance(slot._extents, dict)
+        if not slot._extents:
+            return 0
+        at += Buffer.EXTENTS
+        for spec in self.channel.spec.fields:
+            for n in slot._extents.get(spec.name, spec.shape):
+                self._words[at] = n
+                at += 1
+        return 1
+
+    # -- leaving
+
+    def close(self, timeout: Timeout = UNSET) -> None:
+        """Ends the stream: waits until what was issued is complete, then readers get ``EndOfStream`` after it.
+        Idempotent."""
+        self._leave("closed", self.session.deadline(timeout))
+
+    def detach(self, timeout: Timeout = UNSET) -> None:
+        """Leaves without ending the stream: readers wait for whoever becomes its writer next."""
+        self._leave("", self.session.deadline(timeout))
+
+    def _leave(self, end: Any, deadline: Deadline) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self.channel.left(self)
+        for _, event in self._left.values():
+            self._backend.event_destroy(event)
+        request = LeaveWriter(self.channel.incarnation, end)
+
+        def give_back() -> None:
+            self.session.request("leave_writer", request, Empty, deadline)
+
+        if end == "failed":
+            give_back()  # no waiting behind an exception: the broker takes the pen when the last item is complete
+            return
+        try:
+            self._timeline.drop_pen(deadline, give_back)
+        except IpcSyncError:
+            give_back()
+            raise
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        try:
+            self._leave("closed" if kind is None else "failed", self.session.deadline(UNSET))
+        except IpcSyncError as secondary:
+            if error is None:
+                raise
+            error.add_note(f"and leaving the writer of {self.channel.name!r}: {secondary}")
