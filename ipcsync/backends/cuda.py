@@ -1,0 +1,376 @@
+"""The cuda backend: events, streams and memory of NVIDIA GPUs, and words that streams write and wait for.
+
+A raw stream is a ``CUstream`` as an int, a raw event a :class:`CudaEvent`. Words are reached by stream memory
+operations (``cuStreamWriteValue64``, ``cuStreamWaitValue64``) on host pages registered with CUDA, where a live probe
+shows that they work. No call makes Python run on a CUDA thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+from ..errors import (
+    AmbiguousStream,
+    CaptureUnsupported,
+    HandleInvalid,
+    InvalidState,
+    NotExportable,
+    QuotaExceeded,
+    Unsupported,
+)
+from ..shm import Region
+from . import cuda_memory, cuda_probe, cuda_streams
+from .base import Backend, Memory
+from .cuda_driver import (
+    ALREADY_REGISTERED,
+    CAPTURE,
+    INVALID_CONTEXT,
+    INVALID_HANDLE,
+    INVALID_VALUE,
+    MAP_FAILED,
+    NOT_READY,
+    OUT_OF_MEMORY,
+    Devices,
+    check,
+    fail,
+    find_uuid,
+    load,
+)
+from .cuda_teardown import Quarantine
+
+EVENT_LIMIT = 4096  # live interprocess events of one process: CUDA's own limit
+
+
+class CudaEvent:
+    """A CUevent and what it is; ``int()`` is its address."""
+
+    __slots__ = ("device", "handle", "interprocess", "opened")
+
+    def __init__(self, handle: Any, device: int, *, interprocess: bool, opened: bool) -> None:
+        self.handle, self.device, self.interprocess, self.opened = handle, device, interprocess, opened
+
+    def __int__(self) -> int:
+        return int(self.handle)
+
+
+class _Registration:
+    """A region the device reaches. It holds the mapping: pages must not go, or be mapped anew, while registered."""
+
+    def __init__(self, region: Region, device: int, *, ours: bool) -> None:
+        self.device, self.ours, self.users, self.mapping = device, ours, 1, memoryview(region.bytes)
+
+
+class CudaBackend(Backend):
+    device_type: ClassVar[str] = "cuda"
+    device_writes: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._driver = load()
+        self._write64, self._wait64 = self._driver.cuStreamWriteValue64, self._driver.cuStreamWaitValue64
+        self._capturing = self._driver.cuStreamIsCapturing
+        self._record_event, self._wait_event = self._driver.cuEventRecord, self._driver.cuStreamWaitEvent
+        self._devices = Devices(self._driver)
+        self._quarantine = Quarantine()
+        self._streams = cuda_streams.Streams(self._driver, self._devices)
+        self._memories = cuda_memory.Memories(self._driver, self._devices, self._quarantine)
+        self._registered: dict[int, _Registration] = {}  # by address
+        self._refused: dict[int, str] = {}  # by device: why memory operations do not work
+        self._queues: dict[int, int] = {}
+        self._lock = threading.RLock()
+
+    # -- devices
+
+    def device_count(self) -> int:
+        return self._devices.count
+
+    def current_device(self) -> int:
+        return self._devices.current()
+
+    def using(self, device: int) -> AbstractContextManager[None]:
+        return self._devices.using(device)
+
+    def uuid(self, device: int) -> str:
+        self._devices.handle(device)
+        return self._devices.uuids()[device]
+
+    def index(self, uuid: str) -> int:
+        return find_uuid(uuid, self._devices.uuids())
+
+    # -- streams
+
+    def new_stream(self, device: int, priority: int) -> int:
+        """Non-blocking, as torch's are: the null stream does not wait for it. CUDA clamps the priority."""
+        with self.using(device):
+            return int(check(self._driver.cuStreamCreateWithPriority(1, priority), "cuStreamCreateWithPriority"))
+
+    def drop_stream(self, raw: int) -> None:
+        self._driver.cuStreamDestroy(raw)
+
+    def framework_streams(self, device: int) -> dict[str, int]:
+        """The current stream of "cupy" and "torch", of those that are loaded."""
+        return self._streams.of_frameworks(device)
+
+    def current_stream(self, device: int) -> int:
+        found = self.framework_streams(device)
+        if len({self.stream_key(raw) for raw in found.values()}) > 1:
+            raise AmbiguousStream(
+                "torch's current stream and CuPy's differ, and no stream was named: pass stream=, enter a stream of "
+                'ours, or say connect(streams="torch") or connect(streams="cupy")'
+            )
+        return next(iter(found.values()), cuda_streams.DefaultStream(cuda_streams.LEGACY, device))
+
+    def foreign_stream(self, stream: object) -> tuple[int, int] | None:
+        return self._streams.foreign(stream)
+
+    def using_stream(self, raw: int, device: int) -> AbstractContextManager[None]:
+        return self._streams.as_current(raw, device)
+
+    def stream_key(self, raw: int) -> Hashable:
+        return raw if raw.__class__ is int else cuda_streams.key(raw)
+
+    def stream_query(self, raw: int) -> bool:
+        return self._ready(self._on(raw, self._driver.cuStreamQuery, raw), "cuStreamQuery")
+
+    def stream_synchronize(self, raw: int) -> None:
+        self._until(lambda: self.stream_query(raw))
+
+    def call(self, raw: int, device: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        with self.using_stream(raw, device):
+            fn(*args)
+
+    def _on(self, raw: int, call: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
+        """The status of a call on a stream. A default stream needs its device current, others need some context."""
+        if raw.__class__ is int:
+            status = call(*args)[0]
+            if status != INVALID_CONTEXT:
+                return status
+            with self.using(self._streams.foreign(raw)[1]):  # type: ignore[index]
+                return call(*args)[0]
+        with self.using(raw.device):  # type: ignore[attr-defined]
+            return call(*args)[0]
+
+    def _not_capturing(self, raw: int) -> None:
+        status, capturing = self._capturing(raw)
+        if status == INVALID_CONTEXT:
+            return  # the thread has no context: the call itself gets one, and nothing is captured there
+        if capturing:
+            raise CaptureUnsupported(CAPTURE)
+        if status:
+            fail(status, "cuStreamIsCapturing")
+
+    def _ready(self, status: Any, call: str) -> bool:
+        if not status:
+            return True
+        if status != NOT_READY:  # an error must not read as "not done" for ever
+            fail(status, call)
+        return False
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        """Polls, so that Ctrl-C comes through and a dead peer's work cannot hold the thread inside the driver."""
+        spin_until = time.monotonic() + 0.001
+        nap = 20e-6
+        while not done():
+            if time.monotonic() > spin_until:
+                time.sleep(nap)
+                nap = min(nap * 1.5, 1e-3)
+
+    # -- events
+
+    def event_create(self, device: int, *, timing: bool, blocking: bool, interprocess: bool) -> CudaEvent:
+        flags = (0 if timing else 2) | (1 if blocking else 0) | (4 if interprocess else 0)
+        with self.using(device):
+            status, handle = self._driver.cuEventCreate(flags)
+        if status == OUT_OF_MEMORY and interprocess:
+            raise QuotaExceeded(
+                f"this process has CUDA's {EVENT_LIMIT} interprocess events: let some go, or use "
+                'create_event(via="timeline"), which has no CUDA event',
+                resource="cuda-events",
+                limit=EVENT_LIMIT,
+            )
+        return CudaEvent(check((status, handle), "cuEventCreate"), device, interprocess=interprocess, opened=False)
+
+    def event_record(self, event: CudaEvent, raw: int) -> None:
+        self._not_capturing(raw)
+        if raw.__class__ is int:
+            (status,) = self._record_event(event.handle, raw)
+            if not status:
+                return
+        self._must(self._on(raw, self._record_event, event.handle, raw), "cuEventRecord")
+
+    def event_wait(self, event: CudaEvent, raw: int) -> None:
+        self._not_capturing(raw)
+        self._must(self._on(raw, self._wait_event, raw, event.handle, 0), "cuStreamWaitEvent")
+
+    def event_query(self, event: CudaEvent) -> bool:
+        (status,) = self._driver.cuEventQuery(event.handle)
+        if status == INVALID_CONTEXT:
+            with self.using(event.device):
+                (status,) = self._driver.cuEventQuery(event.handle)
+        return self._ready(status, "cuEventQuery")
+
+    def event_synchronize(self, event: CudaEvent) -> None:
+        self._until(lambda: self.event_query(event))
+
+    def event_elapsed(self, start: CudaEvent, end: CudaEvent) -> float:
+        with self.using(end.device):
+            status, milliseconds = self._driver.cuEventElapsedTime(start.handle, end.handle)
+        if status == NOT_READY:
+            raise InvalidState("elapsed_time needs both events complete: synchronize() the end first")
+        if status == INVALID_HANDLE:
+            raise InvalidState("elapsed_time needs both events recorded, and made with enable_timing=True")
+        return float(check((status, milliseconds), "cuEventElapsedTime"))
+
+    def event_export(self, event: CudaEvent) -> bytes:
+        if event.opened or not event.interprocess:
+            what = "was itself opened from a handle" if event.opened else "was not made with interprocess=True"
+            raise NotExportable(f"this event {what}: only the process that made an interprocess event exports it")
+        with self.using(event.device):
+            return cuda_memory.handle_bytes(
+                check(self._driver.cuIpcGetEventHandle(event.handle), "cuIpcGetEventHandle")
+            )
+
+    def event_open(self, device: int, handle: bytes) -> CudaEvent:
+        filled = cuda_memory.fill_handle(self._driver.CUipcEventHandle(), handle)
+        with self.using(device):
+            status, opened = self._driver.cuIpcOpenEventHandle(filled)
+        if status in (INVALID_VALUE, INVALID_CONTEXT, INVALID_HANDLE, MAP_FAILED, 304):
+            raise HandleInvalid(
+                "these 64 bytes open no CUDA event here: they are no handle, or their process is gone, or is this one",
+                status=int(status),
+            )
+        return CudaEvent(check((status, opened), "cuIpcOpenEventHandle"), device, interprocess=True, opened=True)
+
+    def event_destroy(self, event: CudaEvent) -> None:
+        def work() -> None:
+            with self.using(event.device):
+                self._driver.cuEventDestroy(event.handle)
+
+        if event.interprocess:
+            # A queued wait or record of it, here or in a peer, must find it alive.
+            self._quarantine.end(work, ready=lambda: self._finished(event))
+        else:
+            work()
+
+    def _finished(self, event: CudaEvent) -> bool:
+        with self.using(event.device):
+            return bool(self._driver.cuEventQuery(event.handle)[0] != NOT_READY)
+
+    def _must(self, status: Any, call: str) -> None:
+        if status:
+            fail(status, call)
+
+    # -- words
+
+    def memory_operations(self, device: int) -> bool:
+        """Whether streams can write and wait for words here: a real write and wait, tried once a process."""
+        if device not in self._refused:
+            with self._lock:
+                if device not in self._refused:
+                    self._refused[device] = cuda_probe.memory_operations(self._driver, self._devices, device)
+        return not self._refused[device]
+
+    def register(self, region: Region) -> None:
+        with self._lock:
+            found = self._registered.get(region.address)
+            if found is not None:
+                found.users += 1
+                return
+            device = self._devices.touched()
+            driver = self._driver
+            flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
+            if not region.writable:
+                flags |= driver.CU_MEMHOSTREGISTER_READ_ONLY
+            with self.using(device):
+                (status,) = driver.cuMemHostRegister(region.address, region.nbytes, flags)
+                if status == INVALID_VALUE:
+                    raise Unsupported(
+                        f"CUDA does not take {region.path} as device-visible memory: the runtime directory must be on "
+                        "tmpfs (/dev/shm); `ipcsync doctor` looks at it"
+                    )
+                if status != ALREADY_REGISTERED:
+                    self._must(status, "cuMemHostRegister")
+                there = check(driver.cuMemHostGetDevicePointer(region.address, 0), "cuMemHostGetDevicePointer")
+                if int(there) != region.address:
+                    driver.cuMemHostUnregister(region.address)
+                    raise Unsupported("this GPU has no unified addressing, which shared events on cuda need")
+            self._registered[region.address] = _Registration(region, device, ours=status != ALREADY_REGISTERED)
+
+    def unregister(self, region: Region) -> None:
+        with self._lock:
+            found = self._registered.get(region.address)
+            if found is None:
+                return
+            found.users -= 1
+            if found.users:
+                return
+            del self._registered[region.address]
+        address = region.address
+
+        def work() -> None:
+            if found.ours:
+                with self.using(found.device):
+                    self._driver.cuMemHostUnregister(address)
+            found.mapping.release()
+
+        self._quarantine.end(work, moment=1.0)
+
+    def write(
+        self,
+        raw: int,
+        region: Region,
+        index: int,
+        value: int,
+        *,
+        verdict: int | None = None,
+        failed: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        """`verdict` and `failed` are the host's: a stream here runs on, or its whole context is lost."""
+        self._not_capturing(raw)
+        address = region.address + 8 * index
+        if raw.__class__ is int:
+            (status,) = self._write64(raw, address, value, 0)
+            if not status:
+                return
+        self._must(self._on(raw, self._write64, raw, address, value, 0), "cuStreamWriteValue64")
+
+    def wait(self, raw: int, region: Region, index: int, value: int) -> None:
+        self._not_capturing(raw)
+        address = region.address + 8 * index
+        if raw.__class__ is int:
+            (status,) = self._wait64(raw, address, value, 0)  # flags 0: GEQ, cyclically
+            if not status:
+                return
+        self._must(self._on(raw, self._wait64, raw, address, value, 0), "cuStreamWaitValue64")
+
+    def blocked_limit(self, device: int) -> int:
+        queues = self._queues.get(device)
+        if queues is None:
+            with self._lock:
+                queues = self._queues.get(device)
+                if queues is None:
+                    queues = cuda_probe.hardware_queues(self._driver, self._devices, device)
+                    self._queues[device] = queues
+        return queues - 1
+
+    # -- memory
+
+    def allocate(self, device: int, nbytes: int, name: str) -> Memory:
+        return self._memories.allocate(device, nbytes)
+
+    def open_memory(self, device: int, handle: bytes, nbytes: int, *, writable: bool) -> Memory:
+        return self._memories.open(device, handle, nbytes, writable)
+
+    def free(self, memory: Memory) -> None:
+        self._memories.free(memory)
+
+    def export(self, array: object) -> tuple[Memory, int]:
+        return self._memories.export(array)
+
+    def array(
+        self, memory: Memory, offset: int, shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None = None
+    ) -> Any:
+        return cuda_memory.view(memory, offset, shape, dtype, strides)

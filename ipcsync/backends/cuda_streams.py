@@ -1,0 +1,125 @@
+"""Streams by any name: ours, CuPy's, torch's, ``__cuda_stream__``, a pointer. A raw stream is its pointer, an int.
+
+The default streams have no device of their own (pointers 0, 1 and 2), so their raw stream remembers it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..errors import InvalidArgument
+from .cuda_driver import Devices, Using, check
+from .cuda_memory import cupy, loaded
+
+LEGACY, PER_THREAD = 1, 2  # CU_STREAM_LEGACY, CU_STREAM_PER_THREAD; 0 means legacy as well
+
+
+class DefaultStream(int):
+    """A default stream of a device: ``int`` is its pointer."""
+
+    device: int
+
+    def __new__(cls, pointer: int, device: int) -> DefaultStream:
+        made = super().__new__(cls, pointer or LEGACY)
+        made.device = device
+        return made
+
+
+def key(raw: int) -> Hashable:
+    """Equal for equal streams; a per-thread default stream is another one in each thread."""
+    if isinstance(raw, DefaultStream):
+        return (int(raw), raw.device, threading.get_ident() if raw == PER_THREAD else 0)
+    return raw
+
+
+class Streams:
+    def __init__(self, driver: Any, devices: Devices) -> None:
+        self._driver, self._devices = driver, devices
+        self._externals: dict[tuple[int, int], Any] = {}
+
+    def raw(self, pointer: int, device: int) -> int:
+        return pointer if pointer > PER_THREAD else DefaultStream(pointer, device)
+
+    def foreign(self, stream: object) -> tuple[int, int] | None:
+        if isinstance(stream, bool):
+            return None
+        if isinstance(stream, DefaultStream):
+            return stream, stream.device
+        if isinstance(stream, int):
+            return self._pointer(stream)
+        pointer = getattr(stream, "cuda_stream", None)  # torch.cuda.Stream
+        if isinstance(pointer, int):
+            return self.raw(pointer, _index(stream, self._devices)), _index(stream, self._devices)
+        pointer = getattr(stream, "ptr", None)  # cupy.cuda.Stream
+        if isinstance(pointer, int):
+            return self._pointer(pointer, getattr(stream, "device_id", -1))
+        protocol = getattr(stream, "__cuda_stream__", None)
+        if protocol is not None:
+            version, pointer = protocol() if callable(protocol) else protocol
+            if version != 0:
+                raise InvalidArgument(f"__cuda_stream__ has version {version}; this ipcsync knows version 0")
+            return self._pointer(int(pointer))
+        return self._torch(stream)
+
+    def _torch(self, stream: object) -> tuple[int, int] | None:
+        """A ``torch.Stream``, which knows its device but not its pointer."""
+        torch = loaded("torch")
+        if torch is None or not isinstance(stream, torch.Stream) or stream.device.type != "cuda":
+            return None
+        named = torch.cuda.Stream(
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        )
+        return self.raw(named.cuda_stream, stream.device_index), stream.device_index
+
+    def _pointer(self, pointer: int, device: int = -1) -> tuple[int, int]:
+        if pointer < 0:
+            raise InvalidArgument(f"{pointer} is no stream's address")
+        if device < 0:
+            device = self._device_of(pointer)
+        return self.raw(pointer, device), device
+
+    def _device_of(self, pointer: int) -> int:
+        if pointer <= PER_THREAD:
+            return self._devices.current()
+        if self._devices.count == 1:
+            return 0
+        context = check(self._driver.cuStreamGetCtx(pointer), "cuStreamGetCtx")
+        with Using(self._driver, context):
+            return int(check(self._driver.cuCtxGetDevice(), "cuCtxGetDevice"))
+
+    def of_frameworks(self, device: int) -> dict[str, int]:
+        """The current stream of each framework that the caller has loaded: "cupy", "torch"."""
+        found = {}
+        torch, numeric = loaded("torch"), loaded("cupy")
+        if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
+            found["torch"] = self.raw(torch.cuda.current_stream(device).cuda_stream, device)
+        if numeric is not None and hasattr(numeric, "cuda"):
+            found["cupy"] = self.raw(numeric.cuda.get_current_stream(device).ptr, device)
+        return found
+
+    @contextmanager
+    def as_current(self, raw: int, device: int) -> Iterator[None]:
+        """CuPy's current stream for the block, its device current too."""
+        with self._devices.using(device), self._external(raw, device):
+            yield
+
+    def _external(self, raw: int, device: int) -> Any:
+        external = self._externals.get((raw, device))
+        if external is None:
+            stream = cupy().cuda.Stream
+            if isinstance(raw, DefaultStream):
+                return stream.ptds if raw == PER_THREAD else stream.null
+            if len(self._externals) > 1024:  # streams come and go; a wrapper is nothing but a pointer
+                self._externals.clear()
+            external = self._externals[raw, device] = cupy().cuda.ExternalStream(raw, device)
+        return external
+
+
+def _index(stream: Any, devices: Devices) -> int:
+    index = getattr(stream, "device_index", None)
+    if index is None:
+        index = stream.device.index
+    return devices.current() if index is None else int(index)

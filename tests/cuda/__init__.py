@@ -1,0 +1,1 @@
+"""What needs a GPU, and what a machine without one says."""
