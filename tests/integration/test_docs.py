@@ -1,0 +1,87 @@
+"""All code in README and docs runs, each page in a folder and a runtime directory of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ..harness import Broker
+from .pages import ROOT, Page, Step, pages
+
+PAGES = {page.name: page for page in pages()}
+SHOWN = [
+    pytest.param(page, device, id=f"{page.name}-{device}", marks=pytest.mark.cuda if device == "cuda" else ())
+    for page in PAGES.values()
+    for device in page.devices()
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where a page's programs run; the repository's examples are there, as in a clone."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "examples").symlink_to(ROOT / "docs" / "examples")
+    return tmp_path
+
+
+@pytest.fixture
+def page_broker(page: Page, runtime: Path) -> Iterator[None]:
+    broker = Broker(runtime) if "broker" in page.says else None
+    yield
+    if broker is not None:
+        assert broker.stop() == 0, broker.log()
+
+
+@pytest.mark.watchdog(300)
+@pytest.mark.parametrize(("page", "device"), SHOWN)
+def test_page(page: Page, device: str, folder: Path, page_broker: None) -> None:
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1"}
+    if device == "host":
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    steps = page.steps(device)
+    if not steps:
+        pytest.skip("what it needs is not installed")
+    for step in steps:
+        if step.file:
+            path = folder / step.file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(step.code)
+        else:
+            _run(page, step, folder, env)
+
+
+def _run(page: Page, step: Step, folder: Path, env: dict[str, str]) -> None:
+    where = f"{page.name}:{step.line}"
+    if step.language == "python":
+        program = folder / f"line_{step.line}.py"  # a file, so that multiprocessing's spawn can import it again
+        program.write_text(step.code)
+        command = [sys.executable, "-W", "error", program.name]
+    else:
+        command = ["bash", "-euo", "pipefail", "-c", step.code]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"{where} ended with status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    printed = iter(done.stdout.splitlines())
+    for line in step.output:
+        assert any(line.strip() in said for said in printed), f"{where} did not print {line!r}:\n{done.stdout}"
+
+
+def test_every_directive_is_one_that_we_know() -> None:
+    """A misspelt one would leave code untested."""
+    known = {"continues", "file", "run", "output", "cuda", "needs", "run-the-example", "run-the-tests"}
+    for page in PAGES.values():
+        assert set(page.says) <= {"broker", "on"}, page.name
+        for block in page.blocks:
+            assert set(block.says) <= known, f"{page.name}:{block.line}"
+
+
+def test_links_lead_somewhere() -> None:
+    """Links of README between files (those inside docs/ are Sphinx's to check)."""
+    import re
+
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / "README.md").read_text()):
+        assert (ROOT / target).exists(), target
