@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import select
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -14,10 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ipcsync import __version__, errors, linux, runtime
-from ipcsync.ledger import Header, Ledger, new_token
+from ipcsync.ledger import Header, new_token
 
-from .model import Quotas
-from .resources import Resources, sweep_events
+from . import takeover
+from .model import Quotas, Recover
+from .resources import Resources
 from .server import Server
 from .state import State
 
@@ -25,7 +24,6 @@ LOG = "broker.log"  # what a detached broker says
 LONELY = 30.0  # seconds after which a lingering broker leaves if nobody ever came
 STOP_WITHIN = 10.0
 EXIT_RUNNING = 3
-_OURS = re.compile(r"ledger|journal|broker\.sock|announce\.sock|(ctl|mem)-\d+|smem-\d+-\d+")
 
 
 def serve(
@@ -44,44 +42,35 @@ def serve(
     lock = runtime.Lock(where)
     lock.acquire()
     try:
-        quotas = quotas or Quotas()
-        sweep(where)
-        ledger = Ledger.create(where / runtime.LEDGER, sessions=quotas.sessions, events=quotas.events)
+        opened = takeover.open_page(where, quotas or Quotas())
         boot = new_token()
-        ledger.set_boot(boot)
-        ledger.words[Header.PID] = os.getpid()
-        ledger.words[Header.START] = linux.start_time(os.getpid())
-        resources = Resources(where, ledger)
+        opened.ledger.set_boot(boot)
+        opened.ledger.words[Header.PID] = os.getpid()
+        opened.ledger.words[Header.START] = linux.start_time(os.getpid())
+        resources = Resources(where, opened.ledger)
         state = State(
             boot=boot,
             facts=resources,
             uids=frozenset({os.getuid()}),
             pid_namespace=linux.pid_namespace(),
             now=time.monotonic(),
-            quotas=quotas,
+            quotas=opened.quotas,
             linger=LONELY if linger else None,
             version=__version__,
             ledger=runtime.LEDGER,
             announce=runtime.announce_endpoint(where),
         )
-        Server(where, lock, state, resources).serve(ready)
-        if not state.sessions:
-            sweep(where)
+        server = Server(where, state, resources, opened.journal)
+        if opened.taken_over:
+            server.feed(Recover(takeover.reopen(opened, state, resources)))
+        server.serve(ready)
+        opened.journal.close()
+        if not state.sessions:  # else they go on, and the next broker takes the page over
+            takeover.sweep(where)
             (where / LOG).unlink(missing_ok=True)
             lock.release(unlink=True)
     finally:
         lock.release()
-
-
-def sweep(directory: Path) -> None:
-    """Removes what a dead broker and its sessions left here. Only under the lock, and only files of ours by kind: the
-    directory is ours alone, but somebody may keep other things in it."""
-    for path in directory.iterdir():
-        found = path.lstat()
-        kind = stat.S_ISREG(found.st_mode) or stat.S_ISSOCK(found.st_mode)
-        if kind and found.st_uid == os.getuid() and _OURS.fullmatch(path.name):
-            path.unlink(missing_ok=True)
-    sweep_events(directory)
 
 
 def start(

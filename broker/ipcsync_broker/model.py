@@ -33,7 +33,7 @@ class Session(Struct, kw_only=True):
     # left: it said goodbye, but device work of its may still be under way; gone never stays in the tables
     leased_out: bool = False
     away: bool = False  # known from the journal, not heard of since this broker started
-    attached: set[int] = set()  # incarnations
+    attached: set[int] = set()  # incarnations; the journal has it in the things
     readers: set[tuple[int, int]] = set()  # (incarnation, reader cell)
 
     @property
@@ -67,6 +67,7 @@ class Thing(Struct, kw_only=True):
     recorded: bool = False  # somebody held the pen once
     epoch: int = 1
     condemned: bool = False  # the current epoch has a verdict
+    leaving: bool = False  # its recorder let go: the pen comes back when its rounds are complete
     stream_ended: bool = False
 
     @property
@@ -152,11 +153,18 @@ class Tick:
 
 
 @dataclass
+class Recover:
+    """First of all inputs of a broker that took a ledger over. `lost`: incarnations that could not be re-opened."""
+
+    lost: set[int]
+
+
+@dataclass
 class Stop:
     """SIGTERM."""
 
 
-Input = Received | Done | Dying | Gone | Tick | Stop
+Input = Received | Done | Dying | Gone | Tick | Recover | Stop
 
 
 # -- outputs, carried out in their order
@@ -243,7 +251,7 @@ class SetBlock:
 
     block: int
     state: Literal["free", "live", "dying", "leased"]
-    session: Session
+    session: Session | None = None  # of "live"
 
 
 @dataclass
@@ -343,7 +351,11 @@ class Facts(Protocol):
     def issued(self, cell: int) -> int: ...
 
     def drained(self, cell: int) -> bool:
-        """Every round begun is complete."""
+        """Every round begun is complete, or released by force."""
+        ...
+
+    def verdict(self, cell: int) -> int:
+        """The first bad round; ``FOREVER`` while there is none."""
         ...
 
     def highest_item(self, thing: Thing) -> int:
@@ -351,6 +363,10 @@ class Facts(Protocol):
         ...
 
     def dying(self, block: int) -> bool: ...
+
+    def closed(self, block: int) -> bool:
+        """Nobody holds the life word, and nobody died with it: the session was closed."""
+        ...
 
     def waiting(self, block: int) -> bool:
         """The session has device waits outstanding."""

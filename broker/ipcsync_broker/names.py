@@ -223,7 +223,6 @@ def _attach(state: State, session: Session, thing: Thing) -> None:
     if thing.incarnation not in session.attached:
         session.attached.add(thing.incarnation)
         thing.attached.add(session.number)
-        state.mark(session)
         state.mark(thing)
 
 
@@ -241,6 +240,10 @@ def held(state: State, session: Session, incarnation: int) -> Thing:
 def detach(state: State, call: Call, body: wire.Detach) -> wire.Empty:
     thing = state.things.get(body.incarnation)
     if thing is not None and body.incarnation in call.session.attached:
+        if thing.pen == call.session.number:
+            if not state.facts.drained(thing.cell):
+                raise errors.InvalidState(f"rounds of {thing.name!r} are not complete yet: wait for them, then let go")
+            pens.drop(state, thing)
         release(state, call.session, thing)
     return wire.Empty()
 
@@ -249,12 +252,9 @@ def release(state: State, session: Session, thing: Thing) -> None:
     """The session holds it no longer, and none of its device work touches it."""
     from . import rings
 
-    if thing.pen == session.number:
-        pens.give_back_or_condemn(state, thing, session)
     rings.drop_readers(state, session, thing)
     session.attached.discard(thing.incarnation)
     thing.attached.discard(session.number)
-    state.mark(session)
     state.mark(thing)
     settle(state, thing)
 

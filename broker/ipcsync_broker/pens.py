@@ -36,10 +36,9 @@ def grant(state: State, session: Session, thing: Thing) -> None:
         raise errors.StaleHandle(f"{thing.name!r} was condemned: create or open the name anew", name=thing.name)
     if thing.pen not in (0, session.number):
         raise busy(state, thing)
-    if thing.pen == 0:
-        thing.pen, thing.recorded = session.number, True
-        state.mark(thing)
+    thing.pen, thing.recorded, thing.leaving = session.number, True, False
     state.letting_go.discard(thing.incarnation)
+    state.mark(thing)
     state.do(SetPen(thing.cell, session.block))
 
 
@@ -56,7 +55,7 @@ def busy(state: State, thing: Thing) -> errors.RecorderBusy:
 def pen_back(state: State, call: Call, body: wire.PenBack) -> wire.Empty:
     thing = names.held(state, call.session, body.incarnation)
     if thing.pen == call.session.number:
-        if not thing.condemned and not state.facts.drained(thing.cell):
+        if not state.facts.drained(thing.cell):
             raise errors.InvalidState(f"rounds of {thing.name!r} are not complete yet: wait for them, then let go")
         drop(state, thing)
     return wire.Empty()
@@ -64,7 +63,7 @@ def pen_back(state: State, call: Call, body: wire.PenBack) -> wire.Empty:
 
 def drop(state: State, thing: Thing) -> None:
     """Nobody records it now."""
-    thing.pen = 0
+    thing.pen, thing.leaving = 0, False
     state.letting_go.discard(thing.incarnation)
     state.mark(thing)
     state.do(SetPen(thing.cell, None))
@@ -72,8 +71,9 @@ def drop(state: State, thing: Thing) -> None:
 
 
 def let_go(state: State, thing: Thing) -> None:
-    """Drops a pen that its session let go, once what it recorded is complete."""
-    if thing.condemned or state.facts.drained(thing.cell):
+    """Drops a pen that its session let go, once what it recorded is complete. Not before, not even when it was
+    condemned: should the session die first, its words must still be released."""
+    if state.facts.drained(thing.cell):
         drop(state, thing)
 
 
@@ -104,12 +104,12 @@ def condemn(state: State, call: Call, body: wire.Condemn) -> wire.Empty:
 
 
 def condemn_things(state: State, things: list[Thing], cause: int, culprit: Session | None) -> None:
-    new = [t for t in things if not t.condemned]
-    cells = [t.cell for t in new]
-    for thing in new:
+    """Those that have a verdict already (by a chain) keep it, but now their words are released as well."""
+    for thing in things:
         thing.condemned = True
         state.mark(thing)
-    if cells:
+    if things:
+        cells = [thing.cell for thing in things]
         state.do(CondemnCells(cells, cause, culprit), lambda done: condemned(state, done, cause, culprit))
 
 
@@ -117,29 +117,33 @@ def condemned(state: State, done: Done, cause: int, culprit: Session | None) -> 
     """The verdicts are out, to the end of the chain."""
     verdicts: dict[int, int] = done.result or {}
     for cell, round in verdicts.items():
-        state.counts["condemned"] += 1
         thing = state.things.get(state.by_cell.get(cell, 0))
-        if thing is None or thing.cell != cell:
-            continue
-        thing.condemned = True
-        state.mark(thing)
-        state.do(RetireCell(cell))
-        state.announce(
-            thing.namespace,
-            "condemned",
-            kind=thing.kind,
-            name=thing.name,
-            incarnation=thing.incarnation,
-            cell=cell,
-            round=round,
-            reason=REASONS[cause],
-            session=culprit.name if culprit else "",
-            pid=culprit.pid if culprit else 0,
-        )
-        if thing.kind != "channel":
-            names.lapse(state, thing)
-        else:
-            state.unpark(("pen", thing.incarnation))
+        if thing is not None and thing.cell == cell:
+            ended(state, thing, round, REASONS[cause], culprit)
+
+
+def ended(state: State, thing: Thing, round: int, reason: str, culprit: Session | None) -> None:
+    """The thing's current epoch has a verdict: it is announced, and its name is free (a channel's stays)."""
+    state.counts["condemned"] += 1
+    thing.condemned = True
+    state.mark(thing)
+    state.do(RetireCell(thing.cell))
+    state.announce(
+        thing.namespace,
+        "condemned",
+        kind=thing.kind,
+        name=thing.name,
+        incarnation=thing.incarnation,
+        cell=thing.cell,
+        round=round,
+        reason=reason,
+        session=culprit.name if culprit else "",
+        pid=culprit.pid if culprit else 0,
+    )
+    if thing.kind != "channel":
+        names.lapse(state, thing)
+    else:
+        state.unpark(("pen", thing.incarnation))
 
 
 def condemn_all(state: State, session: Session, cause: int) -> None:
@@ -157,18 +161,12 @@ def give_back_all(state: State, session: Session) -> bool:
     for incarnation in session.attached:
         thing = state.things[incarnation]
         if thing.pen == session.number:
-            if thing.condemned or state.facts.drained(thing.cell):
+            if state.facts.drained(thing.cell):
                 drop(state, thing)
             else:
                 undone.append(thing)
     condemn_things(state, undone, Cell.DIED, session)
     return bool(undone)
-
-
-def give_back_or_condemn(state: State, thing: Thing, session: Session) -> None:
-    if not thing.condemned and not state.facts.drained(thing.cell):
-        condemn_things(state, [thing], Cell.DIED, session)
-    drop(state, thing)
 
 
 def drop_all(state: State, session: Session) -> None:

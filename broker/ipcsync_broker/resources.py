@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ipcsync import condemn, errors, failpoints, linux, ring, wire
-from ipcsync.ledger import BLOCK_WORDS, Block, Cell, Ledger
+from ipcsync.ledger import BLOCK_WORDS, FOREVER, Block, Cell, Header, Ledger
 
 from .model import (
     Build,
@@ -76,8 +76,14 @@ class Resources:
         return int(self.words[self.ledger.cell(cell) + Cell.ISSUED])
 
     def drained(self, cell: int) -> bool:
-        at = self.ledger.cell(cell)
-        return bool(self.words[at + Cell.WORD] >= max(self.words[at + Cell.INTENT], self.words[at + Cell.ISSUED]))
+        words, at = self.words, self.ledger.cell(cell)
+        begun = words[at + Cell.ISSUED]
+        if words[at + Cell.VERDICT] == FOREVER:  # else a refused record may have left its intent behind
+            begun = max(begun, words[at + Cell.INTENT])
+        return bool(words[at + Cell.WORD] >= begun)
+
+    def verdict(self, cell: int) -> int:
+        return int(self.words[self.ledger.cell(cell) + Cell.VERDICT])
 
     def highest_item(self, thing: Thing) -> int:
         at = self.ledger.cell(thing.cell)
@@ -86,6 +92,9 @@ class Resources:
 
     def dying(self, block: int) -> bool:
         return self.ledger.dying(block)
+
+    def closed(self, block: int) -> bool:
+        return self.words[self.ledger.block(block) + Block.LIFE] & 0xFFFFFFFF == 0
 
     def waiting(self, block: int) -> bool:
         words, ledger = self.words, self.ledger
@@ -160,9 +169,17 @@ class Resources:
         for cell in self.released:
             condemn.release_word(self.ledger, cell)
 
+    def retired(self) -> None:
+        """After a take-over: the words that the dead broker released by force."""
+        words, ledger = self.words, self.ledger
+        for cell in range(words[Header.CELLS_USED]):
+            at = ledger.cell(cell)
+            if words[at + Cell.STATE] == Cell.RETIRED and words[at + Cell.FLAGS] & Cell.RELEASE:
+                self.released.add(cell)
+
     def _set_block(self, effect: SetBlock) -> None:
         words, at, session = self.words, self.ledger.block(effect.block), effect.session
-        if effect.state == "live":
+        if effect.state == "live" and session is not None:
             for i in range(BLOCK_WORDS):
                 words[at + i] = 0
             words[at + Block.SESSION], words[at + Block.PID] = session.number, session.pid
@@ -181,6 +198,20 @@ class Resources:
             self.ledger, effect.cells, condemn.Culprit(effect.cause, *who), release=True, failpoint=failpoint
         )
         return report.verdicts
+
+    # -- taking over
+
+    def reopen(self, thing: Thing) -> None:
+        """Opens anew what a dead broker made for `thing`; raises what keeps it from being had."""
+        if thing.spec is not None:
+            self.controls[thing.incarnation] = ring.open_control(self.directory / thing.control)
+        if thing.nbytes:
+            on, index = backend(thing.device)
+            info = thing.memory[0]
+            self.memory[thing.incarnation] = on.open_memory(index, info.handle, info.nbytes, writable=True)
+        if thing.handle:
+            on, index = backend(thing.device)
+            self.events[thing.incarnation] = on.event_open(index, thing.handle)
 
     # -- building and freeing
 
@@ -242,6 +273,7 @@ class Resources:
             control.region.close()
         if thing.incarnation in self.memory:
             backend(thing.device)[0].free(self.memory.pop(thing.incarnation))
+            (self.directory / f"mem-{thing.incarnation}").unlink(missing_ok=True)  # opened, not made, by a later broker
         if thing.incarnation in self.events:
             backend(thing.device)[0].event_destroy(self.events.pop(thing.incarnation))
 

@@ -26,7 +26,7 @@ def join_writer(state: State, call: Call, body: wire.JoinWriter) -> Struct | Non
     thing = _channel(state, call.session, body.incarnation)
     if thing.stream_ended:
         raise errors.InvalidState(f"the stream of {thing.name!r} has ended for good: create a new channel")
-    if thing.pen and (thing.incarnation in state.letting_go or state.sessions[thing.pen].state != "live"):
+    if thing.pen and (thing.leaving or state.sessions[thing.pen].state != "live"):
         # Its writer is on its way out: it has let go but its last items are not complete, or it is dying but not gone,
         # and what it still writes must not land in what a new writer writes.
         key = ("pen", thing.incarnation)
@@ -51,7 +51,7 @@ def _begin_epoch(state: State, call: Call, thing: Thing) -> None:
     state.by_cell[thing.cell] = thing.incarnation
     thing.epoch += 1
     thing.condemned = False
-    thing.pen, thing.recorded = call.session.number, True
+    thing.pen, thing.recorded, thing.leaving = call.session.number, True, False
     state.mark(thing)
     state.do(OpenCell(thing.cell, thing.incarnation, base))
     state.do(SetPen(thing.cell, call.session.block))
@@ -74,7 +74,9 @@ def leave_writer(state: State, call: Call, body: wire.LeaveWriter) -> wire.Empty
         thing.stream_ended = True
         state.mark(thing)
         state.do(EndStream(thing, call.session, body.end))
+    thing.leaving = True
     state.letting_go.add(thing.incarnation)
+    state.mark(thing)
     pens.let_go(state, thing)
     return wire.Empty()
 

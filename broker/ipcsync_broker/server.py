@@ -16,16 +16,36 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import zmq
 
 from ipcsync import errors, linux, runtime, wire
 from ipcsync.ledger import Header
 
-from .model import Announce, Answer, Do, Done, Dying, Gone, Input, Leave, Output, Persist, Received, Stop, Tick, Watch
+from .journal import Journal
+from .model import (
+    Announce,
+    Answer,
+    Do,
+    Done,
+    Dying,
+    Gone,
+    Input,
+    Leave,
+    Output,
+    Persist,
+    Received,
+    Session,
+    Stop,
+    Thing,
+    Tick,
+    Watch,
+)
 from .resources import Resources, failpoint
 from .state import State
 
@@ -36,10 +56,10 @@ IPC_FILTER_UID = 59  # ZMQ_IPC_FILTER_UID: libzmq asks SO_PEERCRED and refuses o
 
 
 class Server:
-    """Serves until SIGTERM, SIGINT or ``Leave``. `lock` is held, `resources` and `state` belong to `directory`."""
+    """Serves until SIGTERM, SIGINT or ``Leave``. `resources` and `state` belong to `directory`."""
 
-    def __init__(self, directory: Path, lock: runtime.Lock, state: State, resources: Resources) -> None:
-        self.directory, self.lock, self.state, self.resources = directory, lock, state, resources
+    def __init__(self, directory: Path, state: State, resources: Resources, journal: Journal) -> None:
+        self.directory, self.state, self.resources, self.journal = directory, state, resources, journal
         self.boot = state.boot
         self.leaving = False
         self.pending: deque[Input] = deque()
@@ -163,10 +183,18 @@ class Server:
         """Has `item` decided on and its outputs carried out, with what follows from their results."""
         following: deque[Input] = deque([item])
         while following:
-            for output in self.state.handle(following.popleft(), time.monotonic()):
+            for output in self._decide(following.popleft()):
                 found = self._carry_out(output)
                 if found is not None:
                     following.append(found)
+
+    def _decide(self, item: Input) -> list[Output]:
+        try:
+            return self.state.handle(item, time.monotonic())
+        except Exception:  # a mistake of ours in one request: everybody else is served on
+            self.state.counts["broker_errors"] += 1
+            log(f"{type(item).__name__}:\n{traceback.format_exc()}")
+            return []
 
     def _carry_out(self, output: Output) -> Input | None:
         match output:
@@ -182,8 +210,9 @@ class Server:
                 else:
                     done = self._apply(output)
                     return done if token else None
-            case Persist():
-                pass
+            case Persist(kind, id, record):
+                failpoint("journal.write")
+                self._write_down(kind, id, record)
             case Watch(number, on):
                 if on:
                     return self._watch(number)
@@ -191,6 +220,13 @@ class Server:
             case Leave():
                 self.leaving = True
         return None
+
+    def _write_down(self, kind: Literal["session", "thing"], id: int, record: Session | Thing | None) -> None:
+        try:
+            self.journal.append(kind, id, record)
+        except errors.OutOfSpace as error:  # it is tried again with the next record; until then a restart loses some
+            self.state.counts["journal_failures"] += 1
+            log(f"journal: {error}")
 
     def _answer(self, answer: Answer) -> None:
         reply = wire.Reply(

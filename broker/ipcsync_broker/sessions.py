@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ipcsync import errors, ledger, wire
 
-from . import names, pens
+from . import names, pens, recovery
 from .model import LEASE, QUIET, DropReader, Scavenge, Session, SetBlock, Watch
 
 if TYPE_CHECKING:
@@ -21,6 +21,10 @@ def hello(state: State, peer: bytes, body: wire.Hello) -> wire.Welcome:
     known = state.sessions.get(body.session)
     same = known is not None and known.pid == body.pid and known.start == body.start
     if same and known is not None and known.state == "live":
+        if known.away:
+            known.away = False
+            state.mark(known)
+            recovery.reconcile(state, known, body.held)
         return _welcome(state, peer, known, body, resumed=True)
     if peer in state.peers:
         raise errors.InvalidState("this connection said hello before")
@@ -88,9 +92,6 @@ def _welcome(state: State, peer: bytes, session: Session, body: wire.Hello, *, r
     state.peers[peer] = session.number
     state.peer_of[session.number] = peer
     state.heard[session.number] = state.now
-    if session.away:
-        session.away = False
-        state.mark(session)
     return wire.Welcome(
         protocol=min(body.protocol_max, wire.PROTOCOL_MAX),
         session=session.number,
@@ -117,11 +118,13 @@ def suspect(state: State, call: Call, body: wire.Suspect) -> wire.Empty:
 
 
 def bye(state: State, call: Call, body: wire.Bye) -> wire.Empty:
+    if call.session.state == "live":  # else it was taken for dead: what it held is freed when its process is gone
+        say_goodbye(state, call.session)
+    return wire.Empty()
+
+
+def say_goodbye(state: State, session: Session) -> None:
     """The session has drained what it could; what is left is treated as a death."""
-    session = call.session
-    if session.state == "dying":  # its lease had run out and it came back to leave
-        end(state, session)
-        return wire.Empty()
     session.state = "left"
     _disconnect(state, session)
     left = pens.give_back_all(state, session)
@@ -138,8 +141,7 @@ def bye(state: State, call: Call, body: wire.Bye) -> wire.Empty:
         end(state, session)
     else:
         state.mark(session)
-        state.do(SetBlock(session.block, "dying", session))
-    return wire.Empty()
+        state.do(SetBlock(session.block, "dying"))
 
 
 def die(state: State, session: Session) -> None:
@@ -154,7 +156,7 @@ def lease_out(state: State, session: Session) -> None:
     """It is stopped and silent. Its rounds end, its handles are stale, and nothing of it is given to others."""
     session.leased_out = True
     state.counts["leases_out"] += 1
-    state.do(SetBlock(session.block, "leased", session))
+    state.do(SetBlock(session.block, "leased"))
     _end_its_work(state, session, ledger.Cell.SILENT, "silent")
 
 
@@ -162,7 +164,7 @@ def _end_its_work(state: State, session: Session, cause: int, why: str) -> None:
     was_live = session.state == "live"
     session.state = "dying"
     state.mark(session)
-    state.do(SetBlock(session.block, "dying", session))
+    state.do(SetBlock(session.block, "dying"))
     _drop_parked(state, session)
     pens.condemn_all(state, session, cause)
     for incarnation, cell in session.readers:
@@ -191,7 +193,7 @@ def end(state: State, session: Session, *, process_gone: bool = False) -> None:
     for incarnation in list(session.attached):
         names.release(state, session, state.things[incarnation])
     state.out.append(Watch(session.number, on=False))
-    state.do(SetBlock(session.block, "free", session))
+    state.do(SetBlock(session.block, "free"))
     state.do(Scavenge(session, process_gone))
     del state.sessions[session.number]
     state.heard.pop(session.number, None)
@@ -215,8 +217,10 @@ def look_after(state: State) -> None:
     for session in list(state.sessions.values()):
         if session.state == "live":
             silence = state.now - state.heard.get(session.number, state.now)
-            if silence > QUIET and not session.away and _stopped(state, session) and silence > LEASE:
+            if silence > QUIET and _stopped(state, session) and silence > LEASE:
                 lease_out(state, session)
+            elif session.away and recovery.overdue(state, session):
+                say_goodbye(state, session)
         elif session.state == "left":
             if not state.facts.waiting(session.block):
                 end(state, session)

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from ipcsync import errors, wire
 
-from . import names, pens, rings, sessions
+from . import names, pens, recovery, rings, sessions
 from .model import (
     LEASE,
     Announce,
@@ -35,6 +35,7 @@ from .model import (
     Persist,
     Quotas,
     Received,
+    Recover,
     Session,
     Stop,
     Thing,
@@ -157,6 +158,8 @@ class State:
                     sessions.gone(self, self.sessions[item.number])
             case Tick():
                 self._tick()
+            case Recover():
+                recovery.recover(self, item.lost)
             case Stop():
                 self.stop()
         return self._journal() + self.out
@@ -330,6 +333,7 @@ class State:
             "quotas": msgspec.to_builtins(self.quotas),
             "sessions_total": len(self.sessions),
             "things_total": len(self.things),
+            "parked": len(self.parked),
             "cells_in_use": self.cells_used - len(self.free_cells),
             "bytes": sum(t.nbytes for t in self.things.values()),
             "sessions": [

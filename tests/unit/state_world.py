@@ -6,7 +6,9 @@ from collections import deque
 from typing import Any
 
 import msgspec
-from ipcsync_broker import model
+
+from ipcsync import errors, ledger, wire
+from ipcsync_broker import journal, model, recovery
 from ipcsync_broker.model import (
     Announce,
     Answer,
@@ -34,8 +36,6 @@ from ipcsync_broker.model import (
 )  # fmt: skip
 from ipcsync_broker.state import State
 
-from ipcsync import errors, ledger, wire
-
 UID, NAMESPACE = 1000, 4026531836
 SPEC = wire.ChannelSpec(fields=(wire.FieldSpec("array", (4,), "uint8"),), stride=256, depth=2, max_readers=2)
 
@@ -56,6 +56,7 @@ class World:
         self.processes: dict[int, tuple[str, int, int]] = {}
         self.cells: dict[int, Cell] = {}
         self.dead_blocks: set[int] = set()
+        self.closed_blocks: set[int] = set()
         self.waits: set[int] = set()  # blocks with device waits outstanding
         self.blocks: dict[int, str] = {}
         self.readers: set[tuple[int, int]] = set()
@@ -68,16 +69,34 @@ class World:
         self.journal: dict[tuple[str, int], Any] = {}
         self.order: list[str] = []
         self.left = False
-        self.state = State(
+        self.quotas, self.linger = quotas or Quotas(sessions=8, events=8), linger
+        self.state = self._state()
+
+    def _state(self) -> State:
+        return State(
             boot=b"b" * 16,
             facts=self,
             uids=frozenset({UID}),
             pid_namespace=NAMESPACE,
-            now=0.0,
-            quotas=quotas or Quotas(sessions=8, events=8),
-            linger=linger,
+            now=self.now,
+            quotas=self.quotas,
+            linger=self.linger,
             version="test",
         )
+
+    def restart(self, lost: set[int] | None = None) -> None:
+        """The broker is killed between two turns, and another takes over what the journal and the ledger say."""
+        self.held_builds, self.watched, self.announced = None, set(), []
+        self.answers.clear()
+        last = (self.state.last_session, self.state.last_incarnation)
+        used = max(self.cells, default=-1) + 1
+        self.state = self._state()
+        records = [journal.loads(journal.dumps(kind, id, r))[2] for (kind, id), r in self.journal.items()]  # type: ignore[arg-type]
+        known = [record for record in records if isinstance(record, Session)]
+        things = [record for record in records if isinstance(record, Thing)]
+        self.built &= {thing.incarnation for thing in things}
+        recovery.adopt(self.state, known, things, last=last, cells_used=used)
+        self.feed(model.Recover(lost or set()))
 
     # -- facts
 
@@ -86,6 +105,12 @@ class World:
 
     def drained(self, cell: int) -> bool:
         return self.cells[cell].completed >= self.cells[cell].issued
+
+    def verdict(self, cell: int) -> int:
+        return self.cells[cell].verdict
+
+    def closed(self, block: int) -> bool:
+        return block in self.closed_blocks
 
     def highest_item(self, thing: Thing) -> int:
         return self.cells[thing.cell].issued
@@ -177,7 +202,7 @@ class World:
                 if record is None:
                     self.journal.pop((kind, id), None)
                 else:
-                    self.journal[kind, id] = msgspec.convert(msgspec.to_builtins(record), type(record))
+                    self.journal[kind, id] = journal.loads(journal.dumps(kind, id, record))[2]
             case Watch(number, on):
                 (self.watched.add if on else self.watched.discard)(number)
             case Leave():
@@ -217,6 +242,7 @@ class World:
                     cell = self.cells[number]
                     if cell.verdict == ledger.FOREVER:
                         verdicts[number] = cell.verdict = cell.completed + 1
+                    cell.completed = ledger.FOREVER  # released
                 return verdicts
             case Build(thing):
                 if self.build_error is not None:
@@ -285,4 +311,6 @@ class World:
         assert kept == {("session", n) for n in state.sessions} | {("thing", i) for i in state.things}
         for (kind, id), record in self.journal.items():
             now: Session | Thing = state.sessions[id] if kind == "session" else state.things[id]
+            if isinstance(now, Session):
+                now = msgspec.structs.replace(now, attached=set(), away=False)
             assert record == now, f"the journal's {kind} {id} is out of date"

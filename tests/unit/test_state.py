@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from ipcsync_broker.model import Gone, Quotas, Stop
 
 from ipcsync import errors, wire
 from ipcsync.ledger import FOREVER
+from ipcsync_broker.model import Gone, Quotas, Stop
 
 from .state_world import SPEC, UID, World
 
@@ -409,3 +409,92 @@ def test_announcements_are_numbered_without_a_gap(world: World) -> None:
     world.kill(1)
     assert [a.seq for a in world.announced] == list(range(1, world.state.seq + 1))
     assert sum(a.kind == "tick" for a in world.announced) == 3
+
+
+# -- a broker that was killed and restarted
+
+
+def test_a_restarted_broker_knows_what_was(world: World) -> None:
+    event = world.call(b"a", "create_event", EVENT)
+    world.call(b"b", "open_event", wire.Open("event", "e"))
+    world.call(b"a", "pen", wire.Pen(event.incarnation))
+    world.cells[event.cell].issued = 4
+    world.restart()
+    world.check()
+    assert world.cells[event.cell].verdict == FOREVER, "its recorder lives and goes on"
+    assert world.call(b"a", "beat", wire.Beat()).code == "invalid_state", "the hello comes first"
+    held = [{"kind": "event", "incarnation": event.incarnation, "pen": True}]
+    again = world.hello(b"a2", 11, session=1, held=held)
+    assert isinstance(again, wire.Welcome)
+    assert (again.session, again.resumed) == (1, True)
+    assert world.call(b"a2", "pen", wire.Pen(event.incarnation)) == wire.PenReply(4)
+    assert world.call(b"a2", "create_event", wire.CreateEvent("new", "cpu")).incarnation == 2
+    world.check()
+
+
+def test_who_died_with_the_broker_is_condemned_by_the_next(world: World) -> None:
+    event = world.call(b"a", "create_event", EVENT)
+    world.call(b"b", "open_event", wire.Open("event", "e"))
+    world.call(b"a", "pen", wire.Pen(event.incarnation))
+    world.cells[event.cell].issued = 1
+    del world.processes[11]
+    world.restart()
+    assert world.cells[event.cell].verdict == 1
+    assert 1 not in world.state.sessions
+    world.check()
+
+
+def test_a_process_with_the_same_pid_is_not_the_same(world: World) -> None:
+    world.processes[11] = ("S", 999, UID)
+    world.restart()
+    assert 1 not in world.state.sessions
+    world.check()
+
+
+def test_what_was_condemned_in_the_gap_is_known(world: World) -> None:
+    """A waiter took the lock and condemned the dead while there was no broker."""
+    event = world.call(b"a", "create_event", EVENT)
+    world.call(b"b", "open_event", wire.Open("event", "e"))
+    world.call(b"a", "pen", wire.Pen(event.incarnation))
+    del world.processes[11]
+    world.cells[event.cell].verdict = 1
+    world.restart()
+    assert ("default", "e") not in world.state.names
+    world.check()
+
+
+def test_what_could_not_be_reopened_is_condemned(world: World) -> None:
+    info = channel(world)
+    world.restart({info.event.incarnation})
+    assert world.cells[info.event.cell].verdict == 1
+    assert next(a for a in world.announced if a.kind == "condemned").body["reason"] == "lost"
+    world.check()
+
+
+def test_what_a_session_let_go_while_nobody_was_there_is_let_go(world: World) -> None:
+    world.call(b"a", "create_event", EVENT)
+    kept = world.call(b"a", "create_event", wire.CreateEvent("kept", "cpu"))
+    world.restart()
+    world.hello(b"a2", 11, session=1, held=[{"incarnation": kept.incarnation, "pen": False}])
+    assert set(world.state.sessions[1].attached) == {kept.incarnation}
+    world.check()
+
+
+def test_a_session_that_was_closed_in_the_gap_is_seen_off_after_five_seconds(world: World) -> None:
+    world.call(b"a", "create_event", EVENT)
+    world.closed_blocks.add(world.state.sessions[1].block)
+    world.restart()
+    world.tick(4.0)
+    assert 1 in world.state.sessions
+    world.tick(2.0)
+    assert set(world.state.sessions) == {2}
+    world.check()
+
+
+def test_a_session_that_is_slow_to_come_back_keeps_what_it_has(world: World) -> None:
+    event = world.call(b"a", "create_event", EVENT)
+    world.call(b"a", "pen", wire.Pen(event.incarnation))
+    world.restart()
+    world.tick(60.0)
+    assert world.cells[event.cell].verdict == FOREVER
+    assert isinstance(world.hello(b"a2", 11, session=1, held=[{"incarnation": 1}]), wire.Welcome)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from ipcsync_broker.model import Dying, Gone, Quotas
 
 from ipcsync import wire
 from ipcsync.ledger import FOREVER
+from ipcsync_broker.model import Dying, Gone, Quotas
 
 from .state_world import SPEC, UID, World
 
@@ -133,6 +133,19 @@ class Broker(RuleBasedStateMachine):
         if how == "gone":
             self.world.processes.pop(pid, None)
             self.world.feed(Gone(number))
+
+    @rule(lost=st.sets(incarnations, max_size=1), comes_back=st.sets(actors))
+    def restart(self, lost: set[int], comes_back: set[int]) -> None:
+        self.world.restart(lost)
+        for actor in comes_back & set(self.peers):
+            _, pid, number = self.peers[actor]
+            self.births += 1
+            peer = f"n{self.births}".encode()
+            session = self.world.state.sessions.get(number)
+            held = [{"incarnation": i} for i in session.attached] if session is not None else []
+            found = self.world.hello(peer, pid, session=number, held=held)
+            if isinstance(found, wire.Welcome):
+                self.peers[actor] = peer, pid, found.session
 
     @precondition(lambda self: self.world.held_builds is None)
     @rule()

@@ -1,0 +1,104 @@
+"""A restarted broker's decisions: what it makes of the journal and of the ledger it finds.
+
+The processes went on meanwhile: what they recorded is in the ledger, and one of them may even have condemned the dead
+in the broker's stead. So the ledger's verdicts count, and the journal says whose they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from ipcsync.ledger import FOREVER, Cell
+
+from . import names, pens, sessions
+from .model import FreeCell, Session, SetBlock, SetPen, Thing, Watch
+
+if TYPE_CHECKING:
+    from .state import State
+
+BACK_WITHIN = 5.0  # seconds in which sessions come back
+
+
+def adopt(
+    state: State, known: Iterable[Session], things: Iterable[Thing], last: tuple[int, int], cells_used: int
+) -> None:
+    """Fills the tables of a new state from the journal. No decisions yet: those are made by :func:`recover`."""
+    for session in known:
+        session.away = True
+        state.sessions[session.number] = session
+        state.heard[session.number] = state.now
+    for thing in things:
+        state.things[thing.incarnation] = thing
+        for number in list(thing.attached):
+            if number in state.sessions:
+                state.sessions[number].attached.add(thing.incarnation)
+            else:
+                thing.attached.discard(number)
+        state.created_by.setdefault(thing.creator, set()).add(thing.incarnation)
+        for cell in thing.cells:
+            state.by_cell[cell] = thing.incarnation
+        key = (thing.namespace, thing.name)
+        if thing.named:
+            state.names[key] = thing.incarnation
+        if thing.ended:
+            state.lapsed.setdefault(key, set()).add(thing.incarnation)
+        if thing.leaving:
+            state.letting_go.add(thing.incarnation)
+    state.last_session, state.last_incarnation = last
+    taken = {session.block for session in state.sessions.values()}
+    for block in taken:
+        state.free_blocks.remove(block)
+    state.cells_used = cells_used
+    state.free_cells = [cell for cell in range(cells_used) if cell not in state.by_cell]
+
+
+def recover(state: State, lost: set[int]) -> None:
+    """Makes ledger and tables agree, tells whoever must be told, and begins to wait for the living."""
+    for cell in state.free_cells:
+        state.do(FreeCell(cell))
+    for block in state.free_blocks:
+        state.do(SetBlock(block, "free", None))
+    for thing in list(state.things.values()):
+        pen = state.sessions.get(thing.pen)
+        if thing.pen and pen is None:
+            pens.drop(state, thing)
+        else:  # journalled, perhaps not yet carried out
+            state.do(SetPen(thing.cell, pen.block if pen else None))
+        verdict = state.facts.verdict(thing.cell)
+        if verdict != FOREVER and not thing.ended:
+            pens.ended(state, thing, verdict, "died", pen)
+    pens.condemn_things(
+        state, [t for i in sorted(lost) if (t := state.things.get(i)) is not None], Cell.RESOURCE_LOST, None
+    )
+    for session in list(state.sessions.values()):
+        state.out.append(Watch(session.number))
+        if session.state == "dying":  # between its verdicts and their release, perhaps
+            pens.condemn_all(state, session, Cell.DIED)
+        elif session.state == "live" and state.facts.dying(session.block):
+            sessions.die(state, session)
+        if session.pid_namespace == state.pid_namespace:
+            found = state.facts.process(session.pid)
+            if found is None or found[1] != session.start:
+                sessions.gone(state, session)
+    for thing in list(state.things.values()):
+        names.settle(state, thing)
+
+
+def overdue(state: State, session: Session) -> bool:
+    """A session that has not come back in time, and was closed while no broker was there to be told."""
+    return session.away and state.now - state.started > BACK_WITHIN and state.facts.closed(session.block)
+
+
+def reconcile(state: State, session: Session, held: list[dict[str, Any]]) -> None:
+    """The session is back and says what it has open: what it let go while we were away is let go here too."""
+    have = {entry["incarnation"]: entry for entry in held if isinstance(entry.get("incarnation"), int)}
+    for incarnation in list(session.attached):
+        thing, entry = state.things[incarnation], have.get(incarnation)
+        if thing.pen == session.number and (entry is None or entry.get("pen") is False):
+            thing.leaving = True
+            state.letting_go.add(incarnation)
+            state.mark(thing)
+            pens.let_go(state, thing)
+        if entry is None and thing.pen != session.number:
+            names.release(state, session, thing)

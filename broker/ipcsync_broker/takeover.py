@@ -1,0 +1,119 @@
+"""What a broker finds in its runtime directory when it starts: nothing, or the ledger of one that died.
+
+Only under the lock. The page is taken over if its journal can be read and names anybody; else whoever still has it
+mapped is told that everything on it is lost, and a new one is made.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Container
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from ipcsync import condemn, errors, runtime
+from ipcsync.ledger import Cell, Header, Ledger
+
+from . import recovery
+from .journal import Entities, Journal, Last
+from .model import Quotas, Session, Thing
+from .resources import Resources, failpoint, sweep_events
+from .server import log
+from .state import State
+
+_OURS = re.compile(r"ledger|journal(\.new)?|broker\.sock|announce\.sock|(ctl|mem)-\d+|smem-\d+-.+")
+
+
+@dataclass
+class Page:
+    ledger: Ledger
+    journal: Journal
+    quotas: Quotas
+    taken_over: Entities | None = None
+
+
+def open_page(directory: Path, quotas: Quotas) -> Page:
+    """The dead broker's page, any condemnation that it had begun now finished; or a new one."""
+    path = directory / runtime.LEDGER
+    found = _readable(path)
+    if found is not None:
+        inode = path.stat().st_ino
+        entities = _entities(directory / runtime.JOURNAL, inode)
+        if entities and any(isinstance(record, Session | Thing) for record in entities.values()):
+            failpoint("broker.takeover")
+            condemn.finish_begun(found, condemn.Culprit(Cell.DIED))
+            limits = msgspec.structs.replace(quotas, sessions=found.sessions, events=found.events)
+            return Page(found, Journal(directory / runtime.JOURNAL, inode, entities), limits, entities)
+        _lose(found)
+    sweep(directory)
+    ledger = Ledger.create(path, sessions=quotas.sessions, events=quotas.events)
+    return Page(ledger, Journal(directory / runtime.JOURNAL, path.stat().st_ino), quotas)
+
+
+def _readable(path: Path) -> Ledger | None:
+    try:
+        return Ledger.open(path)
+    except FileNotFoundError:
+        return None
+    except (errors.IpcSyncError, OSError, ValueError, IndexError) as error:
+        log(f"the ledger that was here is of no use: {error}")
+        return None
+
+
+def _entities(path: Path, inode: int) -> Entities | None:
+    try:
+        return Journal.read(path, inode)
+    except (msgspec.MsgspecError, OSError) as error:
+        log(f"the journal that was here is of no use: {error}")
+        return None
+
+
+def _lose(ledger: Ledger) -> None:
+    """Nobody knows any more whose the rounds on this page are: whoever waits for them is told."""
+    words = ledger.words
+    live = [c for c in range(words[Header.CELLS_USED]) if words[ledger.cell(c) + Cell.STATE] != Cell.FREE]
+    if live:
+        log(f"{len(live)} events of a broker that died cannot be taken over: they are condemned")
+        condemn.condemn(ledger, live, condemn.Culprit(Cell.RESOURCE_LOST))
+    ledger.region.close()
+
+
+def reopen(page: Page, state: State, resources: Resources) -> set[int]:
+    """Fills `state` from the journal and opens what it names; the incarnations that could not be opened."""
+    records = (page.taken_over or {}).values()
+    known = [record for record in records if isinstance(record, Session)]
+    things = [record for record in records if isinstance(record, Thing)]
+    last = next(record for record in records if isinstance(record, Last))
+    used = page.ledger.words[Header.CELLS_USED]
+    recovery.adopt(state, known, things, last=(last.session, last.incarnation), cells_used=used)
+    lost = set()
+    for thing in things:
+        try:
+            resources.reopen(thing)
+        except (errors.IpcSyncError, OSError) as error:
+            if thing.kind == "event" and thing.asked == "auto":
+                thing.handle, thing.via = b"", "timeline"  # its rounds go on; its CUDA event cannot be had any more
+                continue
+            log(f"{thing.kind} {thing.name!r} is lost: {error}")
+            lost.add(thing.incarnation)
+    resources.retired()
+    keep = {runtime.LEDGER, runtime.JOURNAL, *(t.control for t in things), *(f"mem-{t.incarnation}" for t in things)}
+    sweep(resources.directory, keep, {f"smem-{s.number}-" for s in known})
+    log(f"took over {len(known)} sessions and {len(things)} events, channels and arrays; {len(lost)} are lost")
+    return lost
+
+
+def sweep(directory: Path, keep: Container[str] = (), prefixes: set[str] | frozenset[str] = frozenset()) -> None:
+    """Removes what a dead broker and its sessions left here. Only files of ours by kind: the directory is ours alone,
+    but somebody may keep other things in it."""
+    for path in directory.iterdir():
+        found = path.lstat()
+        kind = stat.S_ISREG(found.st_mode) or stat.S_ISSOCK(found.st_mode)
+        kept = path.name in keep or any(path.name.startswith(prefix) for prefix in prefixes)
+        if kind and not kept and found.st_uid == os.getuid() and _OURS.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+    sweep_events(directory)
