@@ -1,20 +1,24 @@
 """The documentation: sphinx-build -W docs docs/_build/html"""
 
+import sys
+from pathlib import Path
+
 from ipcsync import __version__
+
+sys.path.insert(0, str(Path(__file__).parent / "_extensions"))
 
 project = "ipcsync"
 author = "the ipcsync maintainers"
-copyright = author  # noqa: A001  (Sphinx's own name for it)
+copyright = author
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "command_help"]
 myst_enable_extensions = ["colon_fence", "deflist", "fieldlist"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build", "examples"]
 
 html_theme = "furo"
 html_title = f"ipcsync {version}"
-html_extra_path = []
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

@@ -1,7 +1,7 @@
 """Every message: its schema, its limits, and the protocol's version. docs/protocol.md is the normative text.
 
-On the wire a message is one ZeroMQ frame of msgpack. It is unpacked with limits (no extension types, no huge lengths),
-then converted against the typed structs below; whatever does not fit is a ``BadMessage``, never an exception of its own.
+On the wire a message is one ZeroMQ frame of msgpack. It is unpacked with limits (no extension types, no huge
+lengths), then converted against the typed structs below; what does not fit is a ``BadMessage``, never another error.
 
 ==============  ==========================================================================================
 request         client DEALER -> broker ROUTER: ``{v, id, op, left, body}``

@@ -8,6 +8,7 @@ from typing import Any
 
 import imaging
 import numpy as np
+
 from ipcsync_workers import Stage, per_item
 
 
