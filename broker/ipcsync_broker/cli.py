@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from ipcsync import runtime
+from ipcsync import config, runtime
 from ipcsync.errors import BrokerRunning, BrokerUnavailable, IpcSyncError, PermissionDenied, RuntimeDirectory
 
 EXIT = {BrokerRunning: 3, BrokerUnavailable: 3, RuntimeDirectory: 2, PermissionDenied: 2}
@@ -25,7 +25,16 @@ _QUOTAS = {
 }
 
 
-@click.command()
+class _Configured(click.Command):
+    """What no option says comes from ``IPCSYNC_BROKER_*`` and the file's table ``[broker]``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        found = {k.removeprefix("broker."): v.value for k, v in config.load().items() if k.startswith("broker.")}
+        ctx.default_map = {name: value for name, value in found.items() if value is not None}
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=_Configured)
 @click.option("--detach", is_flag=True, help="Start it in the background, and return when it can be reached.")
 @click.option("--stop", "stopping", is_flag=True, help="End the broker that runs there.")
 @click.option("--linger", is_flag=True, help="Leave with the last session.")
@@ -34,15 +43,30 @@ _QUOTAS = {
     type=click.Path(path_type=Path),
     help="Where it meets its sessions. [default: $IPCSYNC_RUNTIME_DIR, or /dev/shm/ipcsync-<uid>]",
 )
+@click.option("--http", metavar="HOST:PORT", help="Serve a page, /metrics and /healthz there. [default: no]")
+@click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option(
+    "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True
+)
 @click.option("--ready-fd", type=int, hidden=True)
 def broker(
-    detach: bool, stopping: bool, linger: bool, runtime_dir: Path | None, ready_fd: int | None, **limits: int | None
+    detach: bool,
+    stopping: bool,
+    linger: bool,
+    runtime_dir: Path | None,
+    http: str | None,
+    log_format: str,
+    log_level: str,
+    ready_fd: int | None,
+    **limits: int | None,
 ) -> None:
     """Serves one runtime directory, in the foreground until SIGTERM or Ctrl-C.
 
+    Every option can also be set in the file's table [broker] or as IPCSYNC_BROKER_...: `ipcsync config` shows them.
+
     Exit status: 2 the directory cannot be used, 3 a broker runs there already (or, for --stop, none does).
     """
-    from . import launch
+    from . import launch, logs
     from .model import Quotas
 
     given = {name.removeprefix("max_"): value for name, value in limits.items() if value is not None}
@@ -51,11 +75,13 @@ def broker(
             click.echo(f"stopped broker (pid {launch.stop(runtime_dir)})")
         elif detach:
             options = [f"--max-{name.replace('_', '-')}={value}" for name, value in given.items()]
+            options += [f"--log-format={log_format}", f"--log-level={log_level}", *([f"--http={http}"] if http else [])]
             child = launch.start(runtime_dir, linger=linger, options=options)
             click.echo(f"broker (pid {child.pid}) serves {runtime.directory(runtime_dir, create=False)}")
         else:
             quotas = Quotas(**{name.replace("bytes", "nbytes"): value for name, value in given.items()})
-            launch.serve(runtime_dir, quotas=quotas, linger=linger, ready=lambda: _tell(ready_fd))
+            logs.setup(log_format, log_level)
+            launch.serve(runtime_dir, quotas=quotas, linger=linger, http=http, ready=lambda: _tell(ready_fd))
     except IpcSyncError as error:
         click.echo(f"ipcsync broker: {error}", err=True)
         sys.exit(EXIT.get(type(error), 1))

@@ -90,6 +90,7 @@ class Page(ThreadingHTTPServer):
             self.looker.close()
             raise InvalidArgument(f"--http {where}: {error.strerror or error}") from None
         self.port = int(self.server_address[1])
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/"
         # A page of another site may have its own name resolve to 127.0.0.1: then the Host header has that name.
         self.local = _loopback(str(self.server_address[0]))
         self._thread = threading.Thread(target=self.serve_forever, name="ipcsync-http", daemon=True)
