@@ -116,12 +116,12 @@ class CudaBackend(Backend):
 
     def current_stream(self, device: int) -> int:
         found = self.framework_streams(device)
-        if len({self.stream_key(raw) for raw in found.values()}) > 1:
+        if len(found) > 1 and len({self.stream_key(raw) for raw in found.values()}) > 1:
             raise AmbiguousStream(
                 "torch's current stream and CuPy's differ, and no stream was named: pass stream=, enter a stream of "
                 'ours, or say connect(streams="torch") or connect(streams="cupy")'
             )
-        return next(iter(found.values()), cuda_streams.DefaultStream(cuda_streams.LEGACY, device))
+        return next(iter(found.values())) if found else self._streams.default(cuda_streams.LEGACY, device)
 
     def foreign_stream(self, stream: object) -> tuple[int, int] | None:
         return self._streams.foreign(stream)
@@ -143,13 +143,13 @@ class CudaBackend(Backend):
             fn(*args)
 
     def _on(self, raw: int, call: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
-        """The status of a call on a stream. A default stream needs its device current, others need some context."""
+        """The status of a call on a stream. A default stream is the current device's; others know their own."""
         if raw.__class__ is int:
+            return call(*args)[0]
+        if self._devices.count == 1:  # whatever context the thread has is the right one, if it has one
             status = call(*args)[0]
             if status != INVALID_CONTEXT:
                 return status
-            with self.using(self._streams.foreign(raw)[1]):  # type: ignore[index]
-                return call(*args)[0]
         with self.using(raw.device):  # type: ignore[attr-defined]
             return call(*args)[0]
 

@@ -156,7 +156,10 @@ class Memories:
             if self._attribute("MEMPOOL_HANDLE", pointer):
                 why = "it comes from a stream-ordered pool (cudaMallocAsync)"
             else:
-                why = "it is mapped by the virtual memory calls (torch's expandable_segments, say)"
+                why = (
+                    "it was opened from another process, or is mapped by the virtual memory calls (torch's "
+                    "expandable_segments, say)"
+                )
             raise NotExportable(f"this memory has no IPC handle, because {why}: {_CREATE}")
         with self._devices.using(device):
             base, size = check(driver.cuMemGetAddressRange(pointer), "cuMemGetAddressRange")

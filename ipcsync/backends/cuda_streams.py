@@ -6,8 +6,8 @@ The default streams have no device of their own (pointers 0, 1 and 2), so their 
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
+from types import TracebackType
 from typing import Any
 
 from ..errors import InvalidArgument
@@ -39,9 +39,16 @@ class Streams:
     def __init__(self, driver: Any, devices: Devices) -> None:
         self._driver, self._devices = driver, devices
         self._externals: dict[tuple[int, int], Any] = {}
+        self._defaults: dict[tuple[int, int], DefaultStream] = {}
 
     def raw(self, pointer: int, device: int) -> int:
-        return pointer if pointer > PER_THREAD else DefaultStream(pointer, device)
+        return pointer if pointer > PER_THREAD else self.default(pointer, device)
+
+    def default(self, pointer: int, device: int) -> DefaultStream:
+        made = self._defaults.get((pointer, device))
+        if made is None:
+            made = self._defaults[pointer, device] = DefaultStream(pointer, device)
+        return made
 
     def foreign(self, stream: object) -> tuple[int, int] | None:
         if isinstance(stream, bool):
@@ -100,11 +107,9 @@ class Streams:
             found["cupy"] = self.raw(numeric.cuda.get_current_stream(device).ptr, device)
         return found
 
-    @contextmanager
-    def as_current(self, raw: int, device: int) -> Iterator[None]:
+    def as_current(self, raw: int, device: int) -> AsCurrent:
         """CuPy's current stream for the block, its device current too."""
-        with self._devices.using(device), self._external(raw, device):
-            yield
+        return AsCurrent(self._devices.using(device), self._external(raw, device))
 
     def _external(self, raw: int, device: int) -> Any:
         external = self._externals.get((raw, device))
@@ -114,8 +119,40 @@ class Streams:
                 return stream.ptds if raw == PER_THREAD else stream.null
             if len(self._externals) > 1024:  # streams come and go; a wrapper is nothing but a pointer
                 self._externals.clear()
-            external = self._externals[raw, device] = cupy().cuda.ExternalStream(raw, device)
+            if hasattr(stream, "from_external"):
+                with self._devices.using(device):
+                    external = stream.from_external(_Pointer(raw))
+            else:  # CuPy 13
+                external = cupy().cuda.ExternalStream(raw, device)
+            self._externals[raw, device] = external
         return external
+
+
+class _Pointer:
+    """A pointer that speaks the CUDA stream protocol."""
+
+    def __init__(self, raw: int) -> None:
+        self._raw = raw
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._raw
+
+
+class AsCurrent:
+    """A stream and its device, current for a block."""
+
+    __slots__ = ("_stream", "_using")
+
+    def __init__(self, using: Using, stream: Any) -> None:
+        self._using, self._stream = using, stream
+
+    def __enter__(self) -> None:
+        self._using.__enter__()
+        self._stream.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._stream.__exit__(kind, error, tb)
+        self._using.__exit__(kind, error, tb)
 
 
 def _index(stream: Any, devices: Devices) -> int:
