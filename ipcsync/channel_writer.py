@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import failpoints, linux
+from . import failpoints, linux, trace
 from .channel import Slot, encode_meta
 from .errors import InvalidArgument, InvalidState, IpcSyncError, WaitTimeout
 from .fields import shape_of
+from .host_waits import SPACE
 from .ledger import Cell
 from .ring import Buffer, Head
 from .turns import Choice, publish
@@ -135,8 +136,21 @@ class Writer:
         slot._extents = {}
         slot._buffer, slot._arrays = b, self._views[b]
         slot.number = self._ledger[self._at + Cell.ISSUED] + 1
+        recorder = trace.ACTIVE
+        if recorder is not None:
+            recorder.opened(slot)
 
     def _claim(self, deadline: Deadline) -> tuple[int, list[tuple[int, int]]]:
+        self._check()
+        with self._lock:
+            found = self._choice.pick()
+        if found is not None:
+            return found
+        number = self._ledger[self._at + Cell.ISSUED] + 1
+        with self.session.waits.host.of(SPACE, self._timeline.cell, number, self.channel.name) as waiting:
+            return self._await_space(deadline, waiting.still)
+
+    def _await_space(self, deadline: Deadline, still: Callable[[], None]) -> tuple[int, list[tuple[int, int]]]:
         address = self._control.region.address + 8 * Head.DOORBELL
         while True:
             seen = self._words[Head.DOORBELL]
@@ -153,6 +167,7 @@ class Writer:
                     timeout=deadline.timeout,
                 )
             linux.futex_wait(address, seen, left)
+            still()
             self._look_for_deaths()
 
     def _check(self) -> None:
@@ -218,9 +233,16 @@ class Writer:
             slot._arrays = None
             self._streams[b] = self._backend.stream_key(slot._raw)
             self._choice.keep(b, number)
+        recorder = trace.ACTIVE
+        if recorder is not None:
+            recorder.published(self.channel.name, number)
+            recorder.released(slot, self.channel.name, "out", number)
 
     def _put_back(self, slot: WriteSlot) -> None:
         slot._arrays, slot.number = None, None
+        recorder = trace.ACTIVE
+        if recorder is not None:
+            recorder.released(slot, self.channel.name, "out", None)
         b, raw = slot._buffer, slot._raw
         if not self._backend.is_thread(raw):
             event = self._backend.event_create(self.channel.index, timing=False, blocking=False, interprocess=False)

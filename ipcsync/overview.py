@@ -122,7 +122,9 @@ class _Reading:
                 "held": held,
                 "behind": behind,
                 "skipped": int(words[at + Reader.SKIPPED]) if control.depth else 0,
-                "taken": int(words[at + Reader.CURSOR]) - 1 if control.depth else int(words[at + Reader.BEGUN]),
+                "taken": int(words[at + Reader.CURSOR]) - 1
+                if control.depth
+                else sum(int(words[i + Reader.BEGUN]) for i in range(at, at + Reader.LANES)),
             }
 
 
@@ -130,8 +132,8 @@ def reader_load(control: Control, at: int, issued: int) -> tuple[int, int]:
     """(buffers that a reader holds, published items that it has still to take); of an array: (reads under way, 0)."""
     words = control.words
     if not control.depth:
-        begun, released = int(words[at + Reader.BEGUN]), int(words[at + Reader.RELEASED])
-        return max(0, begun - released), 0
+        lanes = range(at, at + Reader.LANES)
+        return sum(max(0, int(words[i + Reader.BEGUN]) - int(words[i + Reader.RELEASED])) for i in lanes), 0
     held = 0
     for b in range(control.depth):
         item = words[control.buffer(b) + Buffer.ITEM]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import linux
@@ -19,6 +19,7 @@ from .channel import Slot, decode_meta, encode_meta
 from .device import as_device
 from .errors import InvalidState, StaleHandle, WaitTimeout
 from .fields import Field
+from .host_waits import ISSUED, SPACE
 from .lanes import Lanes
 from .ledger import Cell
 from .ring import Control, Head, Reader
@@ -141,6 +142,13 @@ class SharedArray:
 
     def _wait_for_readers(self, raw: RawStream, deadline: Deadline) -> None:
         """The host waits until no host reads, then puts the stream behind what their devices still do."""
+        with self.session.waits.host.of(SPACE, self._timeline.cell, self.version + 1, self.name) as waiting:
+            waits = self._await_readers(deadline, waiting.still)
+        for word, begun in waits:
+            self.behind(raw, self.control.region, word, begun, deadline)
+
+    def _await_readers(self, deadline: Deadline, still: Callable[[], None]) -> list[tuple[int, int]]:
+        """Returns once no host reads: the words and values that their devices still have to reach."""
         control, words, address = self.control, self._words, self.control.region.address + 8 * Head.DOORBELL
         while True:
             seen = words[Head.DOORBELL]
@@ -160,7 +168,7 @@ class SharedArray:
             for block in dead:
                 self.session.suspect(block)
             if busy <= dead:
-                break
+                return waits
             self._timeline.check(self.version + 1)
             left = deadline.left()
             if left == 0.0:
@@ -169,8 +177,7 @@ class SharedArray:
                     timeout=deadline.timeout,
                 )
             linux.futex_wait(address, seen, left)
-        for word, begun in waits:
-            self.behind(raw, self.control.region, word, begun, deadline)
+            still()
 
     def behind(self, raw: RawStream, region: Region, word: int, value: int, deadline: Deadline) -> None:
         """The stream goes on once that word has reached `value`."""
@@ -254,6 +261,7 @@ class SharedArray:
                 deadline,
                 check=check,
                 what=lambda: f"version {claimed} of {self.name!r}",
+                waiting=self.session.waits.host.of(ISSUED, self._timeline.cell, claimed, self.name),
             )
         except _GaveUp:
             pass

@@ -50,6 +50,7 @@ class Recorder:
         self._threads: set[int] = set()
         self._lock = threading.Lock()
         self._written = time.monotonic_ns()
+        self._stacks = threading.local()
         self._gpu: GpuSpans | None = None
         self._add({"name": "process_name", "ph": "M", "pid": self.pid, "tid": 0, "args": {"name": process}})
 
@@ -62,12 +63,34 @@ class Recorder:
         end = time.monotonic_ns() if end is None else end
         self._add(self._event("X", category, name, start, dur=(end - start) / 1e3, args=args or {}))
 
+    def opened(self, slot: object) -> None:
+        """This thread holds a slot from now on, until :meth:`released`."""
+        stack = self._stacks.__dict__.setdefault("slots", [])
+        stack.append((id(slot), time.monotonic_ns()))
+
+    def released(self, slot: object, channel: str, side: str, item: int | None) -> None:
+        """The slot is given back. Slots that overlap are no tree: those are drawn on tracks of their own."""
+        stack = self._stacks.__dict__.setdefault("slots", [])
+        at = next((i for i, (key, _) in enumerate(stack) if key == id(slot)), None)
+        if at is None:
+            return  # opened by another thread, or before the trace began
+        nested = at == len(stack) - 1
+        start = stack.pop(at)[1]
+        args = {"side": side, "item": item}
+        if nested:
+            self.span("slot", channel, start, args=args)
+        else:
+            key = f"{channel}#{item}@{self.pid}"
+            self._add(self._event("b", "slot", channel, start, id=key, args=args))
+            self._add(self._event("e", "slot", channel, time.monotonic_ns(), id=key))
+
     def published(self, channel: str, item: int) -> None:
         """An arrow begins in the slot that is open on this thread now."""
         self._add(self._event("s", "hop", channel, time.monotonic_ns(), id=f"{channel}#{item}"))
 
-    def taken(self, channel: str, item: int, published: int) -> None:
-        """The item has hopped: it was published at `published` and is taken by this thread now."""
+    def taken(self, slot: object, channel: str, item: int, published: int) -> None:
+        """The item has hopped: it was published at `published` and is held in `slot` by this thread from now on."""
+        self.opened(slot)
         now, id = time.monotonic_ns(), f"{channel}#{item}"
         self._add(self._event("b", "hop", channel, min(published, now), id=f"{id}@{self.pid}", args={"item": item}))
         self._add(self._event("e", "hop", channel, now, id=f"{id}@{self.pid}"))

@@ -71,7 +71,7 @@ def test_spans_of_every_thread_are_merged_into_one_trace(parts: Path, tmp_path: 
     thread.start()
     thread.join()
     with trace.span("slot", "frames", item=1):
-        recorder.taken("frames", 1, time.monotonic_ns() - 1000)
+        recorder.taken(parts, "frames", 1, time.monotonic_ns() - 1000)
     trace.stop()
     assert trace.ACTIVE is None
     count = trace.merge(parts.iterdir(), tmp_path / "out.json", pipeline="photos")
@@ -80,6 +80,27 @@ def test_spans_of_every_thread_are_merged_into_one_trace(parts: Path, tmp_path: 
     assert {e["args"]["name"] for e in events if e["ph"] == "M"} >= {"read", "worker"}
     assert json.loads((tmp_path / "out.json").read_text())["otherData"] == {"pipeline": "photos"}
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_slots_that_overlap_are_no_tree_and_are_drawn_apart(parts: Path, tmp_path: Path) -> None:
+    recorder = trace.start(parts, "read")
+    first, second, third = object(), object(), object()
+    recorder.opened(first)
+    recorder.opened(second)
+    recorder.released(first, "frames", "in", 1)
+    recorder.opened(third)
+    recorder.released(third, "edges", "out", 2)
+    recorder.released(second, "frames", "in", 2)
+    recorder.released(first, "frames", "in", 1)  # again: nothing
+    trace.stop()
+    trace.merge(parts.iterdir(), tmp_path / "out.json")
+    events = [e for e in check_format(tmp_path / "out.json") if e.get("cat") == "slot"]
+    assert [(e["ph"], e["name"], e.get("args", {}).get("item")) for e in events] == [
+        ("b", "frames", 1),
+        ("e", "frames", None),
+        ("X", "edges", 2),
+        ("X", "frames", 2),
+    ]
 
 
 def test_what_a_killed_process_did_not_finish_is_left_out(parts: Path, tmp_path: Path) -> None:
