@@ -1,0 +1,83 @@
+"""The wait budget: how many streams of this process may be blocked on other processes at once (LEDGER.md rule 10).
+
+A stream that is blocked on a word holds one of the process's C hardware queues, and with all C held every other stream
+stalls, the one that would release them included. So at most C - 1 streams are let block; a wait beyond that keeps its
+caller until one of them went on. A stream counts once, however many waits it holds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Hashable
+
+from .errors import WaitTimeout, WouldBlock
+from .waiting import Deadline
+
+Reached = Callable[[], bool]
+
+
+class Budget:
+    """For one device. `limit` is C - 1."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.held = 0  # how often a caller was kept
+        self._blocked: dict[Hashable, Reached] = {}  # stream -> whether its last wait has been reached
+        self._lock = threading.Lock()
+
+    def enter(
+        self,
+        stream: Hashable,
+        reached: Reached,
+        deadline: Deadline,
+        name: str,
+        *,
+        block: bool = True,
+        check: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Takes a place for the stream; False when the wait was reached meanwhile and need not be enqueued.
+
+        Raises ``WaitTimeout`` at the deadline and ``WouldBlock`` where `block` is false.
+        """
+        nap, told = 50e-6, False
+        while True:
+            if reached():
+                return False
+            if self._place(stream, reached):
+                return True
+            check()
+            if not block:
+                raise WouldBlock(f"waiting for {name!r} needs a hardware queue: {self._why()}")
+            if not told:
+                told = True
+                self.held += 1
+                if self.held == 1:
+                    warnings.warn(f"a wait for {name!r} keeps its caller: {self._why()}", RuntimeWarning, stacklevel=4)
+            left = deadline.left()
+            if left == 0.0:
+                raise WaitTimeout(
+                    f"waiting for {name!r}: no place in the wait budget within {deadline.timeout:g} s; {self._why()}",
+                    timeout=deadline.timeout,
+                    budget=self.limit,
+                )
+            time.sleep(min(nap, left))
+            nap = min(nap * 1.5, 1e-3)
+
+    def _place(self, stream: Hashable, reached: Reached) -> bool:
+        with self._lock:
+            if stream not in self._blocked and len(self._blocked) >= self.limit:
+                for other, done in list(self._blocked.items()):
+                    if done():
+                        del self._blocked[other]
+                if len(self._blocked) >= self.limit:
+                    return False
+            self._blocked[stream] = reached
+            return True
+
+    def _why(self) -> str:
+        return (
+            f"the wait budget of this process is {self.limit} streams blocked on others at once (its hardware queues "
+            "less one) and all are; start it with CUDA_DEVICE_MAX_CONNECTIONS=32, or wait on fewer streams"
+        )

@@ -1,0 +1,460 @@
+"""A session: one process's membership of a broker, and everything it creates or opens there.
+
+``connect()`` greets the broker, maps the ledger and registers for membarrier. From then on the broker is not on the hot
+path: events, channels and arrays work on the shared pages, and only creating, opening, joining and leaving are calls.
+Any thread may use a session; a forked child may not.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import time
+import weakref
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from . import __version__, condemn, config, errors, linux, runtime, wire
+from .budget import Budget
+from .ledger import LAYOUT, Block, Cell, Header, Ledger
+from .link import Link
+from .shm import Region
+from .timeline import Timeline, WaitTable, verdict_error
+from .waiting import UNSET, Deadline, Timeout, Unset, wait_word
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .backends.base import Backend, RawStream
+    from .channel import Channel
+    from .device import Device
+    from .fields import Field
+    from .shared_array import SharedArray
+    from .shared_event import EventRef, SharedEvent
+    from .trace import Trace
+
+S = TypeVar("S")
+
+
+_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,120}")
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def check_name(name: str) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise errors.InvalidArgument(f"{name!r} is no name: 1 to 120 of A-Z a-z 0-9 _ . -")
+
+
+def connect(
+    endpoint: str | os.PathLike[str] | None = None,
+    *,
+    name: str | None = None,
+    namespace: str | None = None,
+    start_broker: bool = False,
+    streams: Literal["torch", "cupy"] | None = None,
+    timeout: float | None = 5.0,
+    default_timeout: float | None = 30.0,
+    manage_env: bool = True,
+) -> Session:
+    """Connects to the broker of a runtime directory and returns a :class:`Session` (a context manager).
+
+    `endpoint`: the runtime directory, or ``ipc://DIRECTORY/broker.sock``; else ``$IPCSYNC_RUNTIME_DIR``, else
+    ``/dev/shm/ipcsync-<uid>``. `namespace` (``$IPCSYNC_NAMESPACE``, else "default") is where its names live.
+    `start_broker`: start one that leaves with its last session, if none runs. `streams`: whose current stream
+    ``stream=None`` means where torch and CuPy are both loaded. `timeout`: seconds for connecting. `default_timeout`:
+    seconds of every host wait that names none; None is no deadline, and safe, because death ends the wait.
+    `manage_env`: set ``CUDA_DEVICE_MAX_CONNECTIONS=32`` if CUDA has not started (see the wait budget).
+
+    Raises ``BrokerUnavailable`` when none answers, ``ProtocolMismatch`` when it speaks no version of ours.
+    """
+    namespace = namespace or config.value("namespace")
+    check_name(namespace)
+    if streams not in (None, "torch", "cupy"):
+        raise errors.InvalidArgument(f'streams={streams!r}: "torch", "cupy" or None')
+    if manage_env:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    directory = _directory(endpoint, create=start_broker)
+    if start_broker and runtime.broker_pid(directory) is None:
+        from importlib import import_module
+
+        try:
+            import_module("ipcsync_broker.launch").start(directory, linger=True)
+        except errors.BrokerRunning:
+            pass  # somebody else was faster
+    linux.membarrier_register()
+    linux.membarrier()
+    return Session(directory, name, namespace, streams, Deadline(timeout), default_timeout)
+
+
+def _directory(endpoint: str | os.PathLike[str] | None, *, create: bool) -> Path:
+    if endpoint is None:
+        return runtime.directory(create=create)
+    text = os.fspath(endpoint)
+    if text.startswith("tcp://"):
+        raise errors.Unsupported("tcp:// endpoints are not served yet: use the runtime directory")
+    if text.startswith("ipc://"):
+        text = os.path.dirname(text.removeprefix("ipc://"))
+    return runtime.directory(Path(text), create=create)
+
+
+class Session:
+    """Made by :func:`connect`. ``close()`` (or leaving the ``with`` block) ends it and everything it opened."""
+
+    def __init__(
+        self,
+        directory: Path,
+        name: str | None,
+        namespace: str,
+        streams: str | None,
+        deadline: Deadline,
+        default_timeout: float | None,
+    ) -> None:
+        pid = os.getpid()
+        self.runtime, self.namespace = directory, namespace
+        self.name = name if name is not None else f"{os.path.basename(_program())}-{pid}"[-64:]
+        self.default_timeout = default_timeout
+        self.streams = streams
+        self.number = self.block = 0
+        self.boot = b""
+        self._pid, self._start = pid, linux.start_time(pid)
+        self._refusal: errors.IpcSyncError | None = None
+        self._adopted: dict[int, Any] = {}
+        self._budgets: dict[tuple[Backend, int], Budget | None] = {}
+        self._registered: dict[int, Backend] = {}
+        self._memories = 0
+        self._closed = False
+        self.link = Link(directory, namespace, self._hello, self._greeted, self._heard)
+        self.link.start()
+        self.link.welcomed.wait(deadline.left(1e9) if deadline.at is not None else None)
+        if self.link.failure is not None or self.link.ledger is None:
+            failure = self.link.failure
+            self.link.stop()
+            raise failure or errors.BrokerUnavailable(
+                f"no broker answered in {directory} within {deadline.timeout:g} s: start one with `ipcsync broker`, "
+                "or connect(start_broker=True)"
+            )
+        self.ledger = self.link.ledger
+        self._words = self.ledger.words
+        self._at = self.ledger.block(self.block)
+        self.waits = WaitTable(self.ledger, self.block)
+        _sessions.add(self)
+
+    # -- the greeting (the I/O thread)
+
+    def _hello(self) -> wire.Hello:
+        return wire.Hello(
+            protocol_min=wire.PROTOCOL_MIN,
+            protocol_max=wire.PROTOCOL_MAX,
+            layout=LAYOUT,
+            version=__version__,
+            name=self.name,
+            namespace=self.namespace,
+            pid=self._pid,
+            start=self._start,
+            boot_id=linux.boot_id(),
+            pid_namespace=linux.pid_namespace(),
+            uid=os.getuid(),
+            session=self.number,
+            held=[held for thing in list(self._adopted.values()) if (held := thing._held()) is not None],
+        )
+
+    def _greeted(self, welcome: wire.Welcome) -> Ledger:
+        if self.boot and not (welcome.resumed and welcome.block == self.block):
+            # The new broker does not know us: our cells and block are somebody else's now.
+            self._refusal = errors.ResourceLost(
+                "the broker was restarted and could not take this session over: connect again"
+            )
+        self.number, self.boot = welcome.session, welcome.boot
+        if self.link.ledger is not None:
+            return self.link.ledger
+        self.block = welcome.block
+        return Ledger.open(self.runtime / welcome.ledger)
+
+    def _heard(self, announcement: wire.Announcement) -> None:
+        pass  # opening waits at the broker, and deaths are read from the ledger
+
+    # -- what everything above is made of
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def check(self) -> None:
+        """Raises why nothing can be done here: closed, forked, or taken for dead."""
+        if self._refusal is not None:
+            raise self._refusal
+        if self._words[self._at + Block.LEASE]:
+            raise errors.StaleHandle(
+                "this process was stopped for longer than its lease and was taken for dead: connect again"
+            )
+
+    @property
+    def taint(self) -> int:
+        """How often device waits of this session were condemned."""
+        return int(self._words[self._at + Block.TAINT])
+
+    def taint_error(self) -> errors.IpcSyncError:
+        cell = self._words[self._at + Block.CULPRIT] - 1
+        return verdict_error(self.ledger, cell, f"the event of cell {cell}, which a stream of this process waited for")
+
+    def deadline(self, timeout: Timeout = UNSET) -> Deadline:
+        """The deadline of a host wait: `timeout` in seconds, the session's default, or None."""
+        if isinstance(timeout, Unset):
+            timeout = self.default_timeout
+        return Deadline(timeout)
+
+    def request(self, op: str, body: Any, reply: type[S], deadline: Deadline) -> S:
+        """A call to the broker; its error, or ``BrokerUnavailable`` at the deadline."""
+        self.check()
+        return self.link.call(op, body, reply, deadline)
+
+    def stream(self, stream: object, device: Device) -> RawStream:
+        from .stream import resolve
+
+        return resolve(stream, device, streams=self.streams)
+
+    def enqueue_wait(
+        self,
+        backend: Backend,
+        raw: RawStream,
+        region: Region,
+        index: int,
+        value: int,
+        deadline: Deadline,
+        name: str,
+        *,
+        block: bool = True,
+    ) -> None:
+        """Makes the stream wait for a word, within the wait budget of this process and device."""
+        words = region.words
+        if words[index] >= value:
+            return
+        if backend.is_thread(raw):
+            wait_word(region, index, value, deadline, check=self.check, what=lambda: f"round {value} of {name!r}")
+            return
+        device = 0 if not backend.device_writes else backend.current_device()
+        budget = self._budget(backend, device)
+        if budget is None or budget.enter(
+            backend.stream_key(raw), lambda: words[index] >= value, deadline, name, block=block, check=self.check
+        ):
+            backend.wait(raw, region, index, value)
+
+    def _budget(self, backend: Backend, device: int) -> Budget | None:
+        key = (backend, device)
+        if key not in self._budgets:
+            limit = backend.blocked_limit(device)
+            self._budgets[key] = None if limit is None else Budget(limit)
+        return self._budgets[key]
+
+    def condemn_own(self, timeline: Timeline, error: BaseException) -> None:
+        """A stream of ours failed before a round that it was to complete."""
+        if self._refusal is None:
+            self.link.post("condemn", wire.Condemn(incarnation=timeline.incarnation, reason=repr(error)[:4096]))
+
+    def suspect(self, block: int) -> None:
+        """A waiter saw that the recorder is dying. The broker sees it too; without one, we condemn in its stead."""
+        if runtime.broker_pid(self.runtime) is not None:
+            return
+        lock = runtime.Lock(self.runtime)
+        try:
+            lock.acquire()
+        except errors.BrokerRunning:
+            return
+        try:
+            words, at = self._words, self.ledger.block(block)
+            if self.ledger.dying(block):
+                culprit = condemn.Culprit(
+                    Cell.DIED,
+                    words[at + Block.SESSION],
+                    words[at + Block.PID],
+                    self.ledger.read_text(at + Block.NAME),
+                )
+                condemn.condemn(self.ledger, condemn.recorded_by(self.ledger, block), culprit)
+        finally:
+            lock.release()
+
+    def broker_alive(self) -> bool:
+        """Whether the broker's loop turned within the last second."""
+        return time.monotonic_ns() - self._words[Header.TICK] < 1_000_000_000
+
+    def backend(self, device: str) -> tuple[Backend, int]:
+        """The backend of a device as the wire names it ("cpu", or a GPU's UUID), and its ordinal here."""
+        from .backends import select
+
+        if device == "cpu":
+            return select.backend("cpu"), 0
+        cuda = select.backend("cuda")
+        return cuda, cuda.index(device)
+
+    def open_timeline(self, info: wire.EventInfo) -> Timeline:
+        """The timeline of an event: the ledger made reachable for its device, its CUDA event opened from the 64 bytes."""
+        backend, index = self.backend(info.device)
+        if id(backend) not in self._registered:
+            with backend.using(index):
+                backend.register(self.ledger.region)
+            self._registered[id(backend)] = backend
+        event = backend.event_open(index, info.handle) if info.handle else None
+        return Timeline(
+            self,
+            backend,
+            info.cell,
+            info.incarnation,
+            info.name,
+            cuda_event=event,
+            by_event=info.via == "cuda-event",
+        )
+
+    def map(self, file: str, *, writable: bool = True) -> Region:
+        """Maps a file of the runtime directory."""
+        return Region.open(self.runtime / file, writable=writable)
+
+    def memory_name(self) -> str:
+        """A new name for a file of session-owned memory."""
+        self._memories += 1
+        return f"smem-{self.number}-{self._memories}"
+
+    def adopt(self, thing: Any) -> None:
+        """`thing` is ended with the session: it has ``_shutdown(deadline)`` and ``_held()``."""
+        self._adopted[id(thing)] = thing
+
+    def forget(self, thing: Any) -> None:
+        self._adopted.pop(id(thing), None)
+
+    # -- shared events
+
+    def create_event(
+        self,
+        name: str,
+        *,
+        device: object = None,
+        via: Literal["auto", "timeline", "cuda-event"] = "auto",
+        exist_ok: bool = False,
+        lifetime: Literal["session", "broker"] = "session",
+        timeout: Timeout = UNSET,
+    ) -> SharedEvent:
+        """Has the broker create the event `name` and publish its handle; opens it here.
+
+        `device`: whose streams record and wait on it; None is the accelerator if there is one, else the CPU. `via`: how
+        streams wait on cuda; see :class:`SharedEvent`. Raises ``NameInUse`` (unless `exist_ok` and the specification is
+        equal) and ``QuotaExceeded``.
+        """
+        from .shared_event import create_event
+
+        return create_event(self, name, device=device, via=via, exist_ok=exist_ok, lifetime=lifetime, timeout=timeout)
+
+    def open_event(self, name: str, *, timeout: Timeout = UNSET) -> SharedEvent:
+        """Opens the event `name`, waiting until it is published; ``NotFound`` at the deadline."""
+        from .shared_event import open_event
+
+        return open_event(self, name, timeout)
+
+    def wait(self, ref: EventRef | bytes, stream: object = None, *, timeout: Timeout = UNSET) -> None:
+        """Makes the stream wait for the round that `ref` names, opening its event if need be."""
+        from .shared_event import wait_ref
+
+        wait_ref(self, ref, stream, timeout)
+
+    # -- channels and arrays
+
+    def create_channel(self, name: str, **options: Any) -> Channel:
+        """Creates a ring of buffers; see :func:`ipcsync.channel.create_channel` for the options."""
+        from .channel import create_channel
+
+        return create_channel(self, name, **options)
+
+    def open_channel(self, name: str, *, timeout: Timeout = UNSET) -> Channel:
+        """Opens the channel `name`, waiting until it is published; ``NotFound`` at the deadline."""
+        from .channel import open_channel
+
+        return open_channel(self, name, timeout=timeout)
+
+    def share(self, name: str, arrays: object, **options: Any) -> SharedArray:
+        """Shares memory that the caller owns: one array, or a dict of them under one name."""
+        from .sharing import share
+
+        return share(self, name, arrays, **options)
+
+    def create_array(self, name: str, fields: Mapping[str, Field], **options: Any) -> SharedArray:
+        """Creates a shared array whose memory the broker owns."""
+        from .sharing import create_array
+
+        return create_array(self, name, fields, **options)
+
+    def open_array(self, name: str, *, timeout: Timeout = UNSET) -> SharedArray:
+        """Opens the shared array `name`, waiting until it is published; ``NotFound`` at the deadline."""
+        from .sharing import open_array
+
+        return open_array(self, name, timeout=timeout)
+
+    def unlink(self, name: str, *, timeout: Timeout = UNSET) -> None:
+        """Removes the name; whoever has it open keeps it."""
+        check_name(name)
+        self.request("unlink", wire.Unlink(name), wire.Empty, self.deadline(timeout))
+
+    def trace(self, out: str | os.PathLike[str]) -> Trace:
+        """Records what this process waits for, holds and hands on, from now until ``close()`` (or the end of a ``with``
+        block) writes it to `out`: a Chrome trace, for Perfetto or ``ipcsync trace summary``. One at a time."""
+        from .trace import Trace
+
+        return Trace(out, self.name)
+
+    # -- the end
+
+    def close(self, timeout: Timeout = UNSET) -> None:
+        """Ends everything this session opened, drains what it issued within `timeout` seconds, and says goodbye.
+
+        Whoever waits in another thread gets ``SessionClosed``. What is not drained by then is treated as a death.
+        """
+        if self._closed or isinstance(self._refusal, errors.ForkedProcess):
+            return
+        self._closed = True
+        deadline = self.deadline(timeout)
+        for thing in reversed(list(self._adopted.values())):
+            try:
+                thing._shutdown(deadline)
+            except errors.IpcSyncError:
+                pass  # it is dead or lost already: the broker frees what is left of it
+        self._adopted.clear()
+        if self._refusal is None:
+            try:
+                self.link.call("bye", wire.Bye(), wire.Empty, Deadline(min(5.0, max(0.5, deadline.left(5.0)))))
+            except errors.IpcSyncError:
+                pass
+        self._refusal = errors.SessionClosed("the session was closed: connect again")
+        self.link.stop()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<ipcsync.Session {self.name!r} in {self.runtime}{' (closed)' if self._closed else ''}>"
+
+
+def _program() -> str:
+    import sys
+
+    return sys.argv[0] or "python"
+
+
+def _after_fork() -> None:
+    for session in list(_sessions):
+        session._refusal = errors.ForkedProcess(
+            "this session was opened before a fork: CUDA and ZeroMQ do not survive one. Start children with the spawn "
+            'method (multiprocessing.get_context("spawn")) and connect() in them'
+        )
+
+
+def _at_exit() -> None:
+    for session in list(_sessions):
+        session.close(timeout=2.0)
+
+
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_at_exit)

@@ -1,0 +1,258 @@
+"""Shared events: named, with rounds, across processes. DESIGN: a raw CUDA event knows no "not yet", rounds or death."""
+
+from __future__ import annotations
+
+import struct
+import warnings
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from . import errors, wire
+from .ledger import Cell
+from .session import check_name
+from .waiting import UNSET, Timeout, wait_word
+
+if TYPE_CHECKING:
+    from .device import Device
+    from .session import Session
+    from .timeline import Timeline
+
+
+@dataclass(frozen=True)
+class EventRef:
+    """One round of one incarnation: what is passed through one's own RPC, as :meth:`to_bytes`, and waited for there."""
+
+    namespace: str
+    name: str
+    incarnation: int
+    round: int
+
+    def to_bytes(self) -> bytes:
+        head = struct.pack("<4sQQBB", b"ipe1", self.incarnation, self.round, len(self.namespace), len(self.name))
+        return head + self.namespace.encode() + self.name.encode()
+
+    __bytes__ = to_bytes
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> EventRef:
+        """The reference in `data`; ``InvalidArgument`` if it is none."""
+        try:
+            magic, incarnation, round, n, m = struct.unpack_from("<4sQQBB", data)
+            text = bytes(data)[22:]
+            if magic != b"ipe1" or len(text) != n + m:
+                raise ValueError
+            return cls(text[:n].decode(), text[n:].decode(), incarnation, round)
+        except (struct.error, ValueError, TypeError):
+            raise errors.InvalidArgument("these bytes are no event reference: they come from event.ref(n)") from None
+
+
+class SharedEvent:
+    """An event of a session: made by ``create_event`` or ``open_event``.
+
+    Rounds count from 1 and complete in order. One session at a time holds the pen and records; any may wait.
+    """
+
+    def __init__(self, session: Session, info: wire.EventInfo, device: Device) -> None:
+        self.session, self.info, self.device = session, info, device
+        self._timeline: Timeline = session.open_timeline(info)
+        self._closed = False
+        session.adopt(self)
+
+    name = property(lambda self: self.info.name)
+
+    # -- recording
+
+    def record(self, stream: object = None, *, timeout: Timeout = UNSET) -> int:
+        """Marks the next round behind the work enqueued on `stream` so far, and returns its number: 1, 2, 3, ...
+
+        The first record of a session takes the pen (one call to the broker): ``RecorderBusy`` if another has it.
+        """
+        timeline = self._timeline
+        raw = self.session.stream(stream, self.device)
+        if not timeline.has_pen:
+            self._check()
+            timeline.take_pen(lambda: self._take(timeout))
+        return timeline.record(raw)
+
+    def _take(self, timeout: Timeout) -> None:
+        deadline = self.session.deadline(timeout)
+        self.session.request("pen", wire.Pen(self.info.incarnation), wire.PenReply, deadline)
+
+    def release(self, *, timeout: Timeout = UNSET) -> None:
+        """Lets the pen go once all this session issued is complete, for which the host waits."""
+        self._check()
+        deadline = self.session.deadline(timeout)
+        back = wire.PenBack(self.info.incarnation)
+        self._timeline.drop_pen(deadline, lambda: self._ask("pen_back", back, deadline))
+
+    def _ask(self, op: str, body: Any, deadline: Any) -> None:
+        self.session.request(op, body, wire.Empty, deadline)
+
+    # -- waiting
+
+    def wait(
+        self, stream: object = None, *, round: int | None = None, timeout: Timeout = UNSET, block: bool = True
+    ) -> None:
+        """Makes `stream` wait for `round` (or a later one); without one, for the latest issued and at least the first.
+
+        The host waits only until the round is issued, `timeout` seconds at most (``WaitTimeout``; nothing was
+        enqueued), and not at all with ``block=False`` (``WouldBlock``). On the host's own thread the stream is the
+        caller. Raises ``PeerDied`` when the round will never be true.
+        """
+        self._check()
+        raw = self.session.stream(stream, self.device)
+        timeline = self._timeline
+        timeline.wait(raw, timeline.resolve(round), self.session.deadline(timeout), block=block)
+
+    def synchronize(self, *, round: int | None = None, timeout: Timeout = UNSET) -> None:
+        """The host waits until `round` is complete and true: a commit point."""
+        self._check()
+        timeline = self._timeline
+        timeline.wait_host(timeline.resolve(round), self.session.deadline(timeout))
+
+    def query(self, *, round: int | None = None) -> bool:
+        """Whether `round` (or the latest issued) is complete; False when nothing was issued."""
+        self._check()
+        return self._timeline.query(round)
+
+    @property
+    def issued(self) -> int:
+        """The last round submitted to its stream; 0 before the first."""
+        return self._timeline.issued
+
+    @property
+    def completed(self) -> int:
+        """The last round that is complete and true."""
+        return self._timeline.completed
+
+    def ref(self, round: int | None = None) -> EventRef:
+        """A reference to a round, to be waited for elsewhere by ``session.wait(ref, stream)``."""
+        info = self.info
+        return EventRef(info.namespace, info.name, info.incarnation, self._timeline.resolve(round))
+
+    def cuda_event(self, *, timeout: Timeout = UNSET) -> Any:
+        """The CUDA event itself, for torch or C; returns after a round that the recorder recorded on it as well.
+
+        A raw event knows no death: whoever waits on it when its recorder is killed hangs.
+        """
+        self._check()
+        timeline = self._timeline
+        if timeline.cuda_event is None:
+            raise errors.InvalidState(
+                f'{self.name!r} has no CUDA event: it is on the CPU, or was created with via="timeline"'
+            )
+        deadline = self.session.deadline(timeout)
+        self._ask("mirror", wire.MirrorEvent(self.info.incarnation), deadline)
+        wait_word(
+            timeline.region,
+            timeline.at + Cell.CUDA_ROUND,
+            1,
+            deadline,
+            check=lambda: timeline.check(timeline.issued + 1),
+            what=lambda: f"a round of {self.name!r} recorded on its CUDA event as well",
+            polled=True,
+        )
+        return timeline.cuda_event
+
+    # -- the end
+
+    def close(self, *, timeout: Timeout = UNSET) -> None:
+        """Drains what this session recorded, lets the pen go and closes the handle; the event lives on elsewhere."""
+        if not self._closed:
+            self._shutdown(self.session.deadline(timeout))
+
+    def _shutdown(self, deadline: Any) -> None:
+        self._closed = True
+        self.session.forget(self)
+        timeline = self._timeline
+        try:
+            if timeline.has_pen:
+                back = wire.PenBack(self.info.incarnation)
+                timeline.drop_pen(deadline, lambda: self._ask("pen_back", back, deadline))
+        except errors.PeerDied:
+            pass  # condemned: nothing to drain
+        finally:
+            self.session.request("detach", wire.Detach(self.info.incarnation), wire.Empty, deadline)
+            if timeline.cuda_event is not None:
+                timeline.backend.event_destroy(timeline.cuda_event)
+
+    def _held(self) -> dict[str, Any]:
+        return {
+            "kind": "event",
+            "name": self.info.name,
+            "incarnation": self.info.incarnation,
+            "cell": self.info.cell,
+            "pen": self._timeline.has_pen,
+        }
+
+    def _check(self) -> None:
+        if self._closed:
+            raise errors.InvalidState(f"the handle of {self.name!r} was closed: open it again")
+
+    def __enter__(self) -> SharedEvent:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<ipcsync.SharedEvent {self.name!r} on {self.device} issued={self.issued} completed={self.completed}>"
+
+
+def create_event(
+    session: Session,
+    name: str,
+    *,
+    device: object,
+    via: Literal["auto", "timeline", "cuda-event"],
+    exist_ok: bool,
+    lifetime: Literal["session", "broker"],
+    timeout: Timeout,
+) -> SharedEvent:
+    from .device import as_device
+
+    check_name(name)
+    if via not in ("auto", "timeline", "cuda-event"):
+        raise errors.InvalidArgument(f'via={via!r}: "auto", "timeline" or "cuda-event"')
+    where = as_device(device)
+    if via == "cuda-event":
+        if where.type == "cpu":
+            raise errors.InvalidArgument('via="cuda-event" needs a CUDA device; on the CPU use via="auto"')
+        warnings.warn(
+            f'{name!r} waits via="cuda-event": a stream that waits on it hangs for ever if its recorder is killed',
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    body = wire.CreateEvent(name, where.uuid, via, exist_ok, lifetime)
+    info = session.request("create_event", body, wire.EventInfo, session.deadline(timeout))
+    return SharedEvent(session, info, where)
+
+
+def open_event(session: Session, name: str, timeout: Timeout) -> SharedEvent:
+    check_name(name)
+    info = session.request("open_event", wire.Open("event", name), wire.EventInfo, session.deadline(timeout))
+    return SharedEvent(session, info, device_of(session, info.device))
+
+
+def device_of(session: Session, uuid: str) -> Device:
+    from .device import Device
+
+    backend, index = session.backend(uuid)
+    return Device(backend.device_type, index)
+
+
+def wait_ref(session: Session, ref: EventRef | bytes, stream: object, timeout: Timeout) -> None:
+    if not isinstance(ref, EventRef):
+        ref = EventRef.from_bytes(ref)
+    if ref.namespace != session.namespace:
+        raise errors.InvalidArgument(f"{ref} is of namespace {ref.namespace!r}, this session of {session.namespace!r}")
+    event = next(
+        (t for t in session._adopted.values() if isinstance(t, SharedEvent) and t.info.incarnation == ref.incarnation),
+        None,
+    ) or open_event(session, ref.name, timeout)
+    if event.info.incarnation != ref.incarnation:
+        raise errors.StaleHandle(f"{ref.name!r} was created anew since {ref} was made", name=ref.name)
+    event.wait(stream, round=ref.round, timeout=timeout)
