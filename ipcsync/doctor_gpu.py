@@ -46,7 +46,7 @@ def count() -> Finding:
 def device(index: str) -> Finding:
     backend, at = CudaBackend(), int(index)
     devices = backend._devices
-    name = bytes(check(load().cuDeviceGetName(80, devices.handle(at)), "cuDeviceGetName")).rstrip(b"\0").decode()
+    name = bytes(check(load().cuDeviceGetName(80, devices.handle(at)), "cuDeviceGetName")).split(b"\0")[0].decode()
     uuid = backend.uuid(at)
     text = f"{name}, {uuid}"
     if uuid.startswith("MIG-"):
@@ -94,7 +94,7 @@ def blocked_streams(index: str) -> Finding:
     backend, at = CudaBackend(), int(index)
     limit = backend.blocked_limit(at)
     text = f"{limit} streams of a process may wait for others at once"
-    if limit < 7:
+    if limit < 6:
         return Finding("", WARNING, text, "set CUDA_DEVICE_MAX_CONNECTIONS=32 before the program starts (workers do)")
     return Finding("", OK, text)
 

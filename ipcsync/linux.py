@@ -11,7 +11,8 @@ import errno
 import os
 import platform
 import sys
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 from .errors import Unsupported
@@ -41,6 +42,8 @@ _wait.argtypes = [
 _wake = ctypes.CDLL(None, use_errno=True).syscall
 _wake.restype = ctypes.c_long
 _wake.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
+_quick = ctypes.PyDLL(None).syscall
+_quick.restype = None
 _barrier = ctypes.CDLL(None, use_errno=True).syscall
 _barrier.restype = ctypes.c_long
 _barrier.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_uint, ctypes.c_int]
@@ -55,6 +58,14 @@ def futex_wait(address: int, expected: int, seconds: float) -> None:
 def futex_wake(address: int, count: int = 0x7FFFFFFF) -> None:
     """Wakes whoever sleeps on `address`, in any process that maps it."""
     _wake(_SYS_FUTEX, address, _FUTEX_WAKE, count)
+
+
+def waker(address: int) -> Callable[[], object]:
+    """:func:`futex_wake` of one address at half the cost, for hot paths: its arguments are made once, and the GIL is
+    kept, since the call never sleeps."""
+    return partial(
+        _quick, ctypes.c_long(_SYS_FUTEX), ctypes.c_void_p(address), ctypes.c_int(_FUTEX_WAKE), ctypes.c_int(0x7FFFFFFF)
+    )
 
 
 def membarrier_register() -> None:

@@ -104,6 +104,7 @@ class Timeline:
         self.region = session.ledger.region
         self.at = session.ledger.cell(cell)
         self._words = session.ledger.words
+        self._wake_issued = linux.waker(self.region.address + 8 * (self.at + Cell.ISSUED))
         self._lock = threading.Lock()
         self._last_stream: Any = None
         self._told = session.taint
@@ -198,7 +199,7 @@ class Timeline:
                 words[at + Cell.CUDA_ROUND] = round
             self._last_stream = key
             words[at + Cell.ISSUED] = round  # ... and say so
-        linux.futex_wake(self.region.address + 8 * (at + Cell.ISSUED))
+        self._wake_issued()
         return int(round)
 
     def _failed(self, error: BaseException) -> None:

@@ -347,6 +347,9 @@ class CudaBackend(Backend):
         self._must(self._on(raw, self._wait64, raw, address, value, 0), "cuStreamWaitValue64")
 
     def blocked_limit(self, device: int) -> int:
+        """Hardware queues, less a reserve. A stream with new work takes an idle queue, but shares one when none is
+        idle, and may then stand behind a blocked stream for as long as that waits. So C - 1 blocked streams harm
+        nobody only while the others run one at a time (seen, docs/gpu-verification.md): a quarter stays free."""
         queues = self._queues.get(device)
         if queues is None:
             with self._lock:
@@ -354,7 +357,7 @@ class CudaBackend(Backend):
                 if queues is None:
                     queues = cuda_probe.hardware_queues(self._driver, self._devices, device)
                     self._queues[device] = queues
-        return queues - 1
+        return queues - max(1, queues // 4)
 
     # -- memory
 

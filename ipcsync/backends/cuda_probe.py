@@ -95,7 +95,7 @@ def expected_queues(devices: Devices, device: int) -> int:
 
 
 def hardware_queues(driver: Any, devices: Devices, device: int) -> int:
-    """C such that C - 1 blocked streams were seen to hold back no other.
+    """C such that with C - 1 streams blocked, others were seen to go on, one at a time.
 
     Begins with the number expected: while that holds, the probe never stalls a stream of the caller's. The variable
     may have been set after CUDA read it, so a number that does not hold is halved.
@@ -110,12 +110,12 @@ def _stands(driver: Any, devices: Devices, device: int, blocked: int) -> bool:
     with devices.using(device):
         page = Page(driver)
         try:
-            free = page.stream()
             for _ in range(blocked):
                 page.wait(page.stream(), 0, 1)
-            late = page.stream()
-            page.write(free, 8, 1)
-            page.write(late, 16, 1)
-            return page.reaches(8, 1) and page.reaches(16, 1)
+            for word in (8, 16):
+                page.write(page.stream(), word, 1)
+                if not page.reaches(word, 1):
+                    return False
+            return True
         finally:
             page.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 from collections.abc import Iterator
@@ -10,7 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from cuda.bindings import driver
+
 from ipcsync.backends.cuda import CudaBackend
+from ipcsync.backends.cuda_driver import check
 from ipcsync.shm import Region
 
 _SPIN = r"""extern "C" __global__ void spin(long long ns, unsigned long long* out, unsigned long long value) {
@@ -71,17 +75,12 @@ def words(backend: CudaBackend, directory: Path) -> Iterator[Region]:
         region.close()
 
 
-def word_at(pointer: int) -> int:
+def word_at(backend: CudaBackend, pointer: int) -> int:
     """The 64-bit word at a device address, read behind nothing."""
-    import ctypes
-
-    from cuda.bindings import driver
-
     out = ctypes.c_uint64()
-    (status, stream) = driver.cuStreamCreate(1)
-    assert not status
-    (status,) = driver.cuMemcpyDtoHAsync(ctypes.addressof(out), pointer, 8, stream)
-    assert not status
-    driver.cuStreamSynchronize(stream)
-    driver.cuStreamDestroy(stream)
+    raw = backend.new_stream(0, 0)
+    with backend.using(0):
+        check(driver.cuMemcpyDtoHAsync(ctypes.addressof(out), pointer, 8, raw), "cuMemcpyDtoHAsync")
+    backend.stream_synchronize(raw)
+    backend.drop_stream(raw)
     return out.value

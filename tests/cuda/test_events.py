@@ -43,7 +43,7 @@ def test_a_stream_waits_for_another_process(backend: CudaBackend, spawn: Callabl
     backend.event_wait(event, raw)
     assert not backend.event_query(event)
     backend.stream_synchronize(raw)
-    assert gpu.word_at(memory.pointer) == 42
+    assert gpu.word_at(backend, memory.pointer) == 42
     assert backend.event_query(event)
     child.join()
     backend.event_destroy(event)
@@ -166,7 +166,7 @@ def test_streams_by_any_name(backend: CudaBackend) -> None:
     assert backend.foreign_stream(theirs) == (theirs.ptr, 0)
     assert backend.foreign_stream(theirs.ptr) == (theirs.ptr, 0)
     assert backend.foreign_stream(Wrapped(ours)) == (ours, 0)
-    assert backend.foreign_stream(cupy.cuda.ExternalStream(ours)) == (ours, 0)
+    assert backend.foreign_stream(cupy.cuda.Stream.from_external(Wrapped(ours))) == (ours, 0)
     named = torch.cuda.Stream()
     assert backend.foreign_stream(named) == (named.cuda_stream, 0)
     plain = torch.Stream(device="cuda")

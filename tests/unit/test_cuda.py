@@ -1,0 +1,144 @@
+"""The cuda backend's pure parts: what errors mean, devices by UUID, quarantine. And a machine without a GPU."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ipcsync import errors
+from ipcsync.backends import cuda_driver, cuda_memory, cuda_probe
+from ipcsync.backends.cuda import CudaBackend
+from ipcsync.backends.cuda_streams import DefaultStream, key
+from ipcsync.backends.cuda_teardown import Quarantine
+
+from ..harness import Gate, wait_until
+
+NO_GPU = not os.path.exists("/dev/nvidiactl")
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "says"),
+    [
+        (700, errors.DeviceLost, "start it again"),
+        (719, errors.DeviceLost, "start it again"),
+        (810, errors.DeviceLost, "MPS"),
+        (2, errors.OutOfSpace, "let some go"),
+        (3, errors.DeviceUnavailable, "ipcsync doctor"),
+        (46, errors.DeviceUnavailable, "exclusive"),
+        (100, errors.DeviceUnavailable, "ipcsync doctor"),
+        (803, errors.DeviceUnavailable, "do not match"),
+        (801, errors.Unsupported, "MIG"),
+        (900, errors.CaptureUnsupported, "captured"),
+        (906, errors.CaptureUnsupported, "captured"),
+        (712, errors.CudaError, "cuThing"),
+        (123456, errors.CudaError, "123456"),
+    ],
+)
+def test_a_status_becomes_a_sentence(status: int, kind: type[errors.IpcSyncError], says: str) -> None:
+    error = cuda_driver.cuda_error(status, "cuThing")
+    assert type(error) is kind
+    assert says in str(error)
+    assert error.status == status
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), again.call) == (kind, str(error), "cuThing")
+
+
+def test_a_forked_child_is_told_to_spawn() -> None:
+    error = cuda_driver.cuda_error(3, "cuCtxPushCurrent", forked=True)
+    assert isinstance(error, errors.ForkedProcess)
+    assert "spawn" in str(error)
+
+
+def test_devices_are_found_by_uuid_not_by_a_peers_ordinal() -> None:
+    assert cuda_driver.find_uuid("GPU-b", ["GPU-a", "GPU-b"]) == 1
+    with pytest.raises(errors.DeviceNotVisible, match="CUDA_VISIBLE_DEVICES") as found:
+        cuda_driver.find_uuid("GPU-c", ["GPU-a"])
+    assert found.value.uuid == "GPU-c"
+
+
+def test_default_streams_differ_by_device_and_the_per_thread_one_by_thread() -> None:
+    assert key(DefaultStream(0, 0)) == key(DefaultStream(1, 0))
+    assert key(DefaultStream(0, 0)) != key(DefaultStream(0, 1))
+    assert key(DefaultStream(2, 0)) != key(DefaultStream(1, 0))
+    seen: list[Any] = []
+    thread = threading.Thread(target=lambda: seen.append(key(DefaultStream(2, 0))))
+    thread.start()
+    thread.join()
+    assert seen != [key(DefaultStream(2, 0))]
+    assert key(4096) == 4096
+
+
+@pytest.mark.parametrize(("asked", "mps", "queues"), [("32", 0, 32), ("1", 0, 1), ("", 0, 8), ("99", 0, 8), ("", 1, 2)])
+def test_where_the_probe_of_the_queues_begins(
+    monkeypatch: pytest.MonkeyPatch, asked: str, mps: int, queues: int
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", asked)
+    devices: Any = SimpleNamespace(attribute=lambda index, name: mps)
+    assert cuda_probe.expected_queues(devices, 0) == queues
+
+
+def test_a_handle_has_64_bytes() -> None:
+    with pytest.raises(errors.HandleInvalid, match="64 bytes, not 3"):
+        cuda_memory.fill_handle(None, b"abc")
+
+
+def test_what_is_no_array_on_a_gpu_names_create_array() -> None:
+    for value in ([1, 2], object(), b"bytes"):
+        with pytest.raises(errors.NotExportable, match="create_array"):
+            cuda_memory.array_pointer(value)
+
+
+# -- quarantine
+
+
+def test_tear_down_that_blocks_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ipcsync.backends.cuda_teardown._STUCK", 0.0)
+    quarantine, gate, done = Quarantine(), Gate(), threading.Event()
+    assert not quarantine.end(gate.hold, moment=0.0)
+    assert gate.reached.wait(30)
+    assert quarantine.end(done.set, moment=30.0), "what came after a blocked call waits with it"
+    assert quarantine.held == 1
+    gate.open()
+    wait_until(lambda: quarantine.held == 0, "the end of the blocked call")
+
+
+def test_tear_down_waits_until_it_is_ready_and_errors_end_it() -> None:
+    quarantine, ready, done = Quarantine(), threading.Event(), threading.Event()
+    assert not quarantine.end(done.set, ready=ready.is_set, moment=0.0)
+    assert quarantine.end(lambda: 1 / 0, moment=30.0)
+    assert not done.is_set()
+    ready.set()
+    assert done.wait(30)
+    wait_until(lambda: quarantine.held == 0, "the end of the quarantine")
+
+
+# -- without a GPU
+
+
+@pytest.mark.skipif(not NO_GPU, reason="there is a GPU")
+def test_without_a_gpu_the_backend_is_a_sentence() -> None:
+    with pytest.raises(errors.DeviceUnavailable, match=r"no CUDA device was found.*ipcsync doctor"):
+        CudaBackend()
+
+
+def test_without_cuda_bindings_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "cuda.bindings", None)
+    cuda_driver.load.cache_clear()
+    with pytest.raises(errors.DeviceUnavailable, match=r"pip install.*ipcsync doctor"):
+        cuda_driver.load()
+    assert cuda_driver.error_name(700) == "CUDA error 700"
+
+
+def test_a_cupy_for_hip_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    hip = SimpleNamespace(cuda=SimpleNamespace(runtime=SimpleNamespace(is_hip=True)))
+    monkeypatch.setitem(__import__("sys").modules, "cupy", hip)
+    with pytest.raises(errors.Unsupported, match="HIP"):
+        cuda_memory.cupy()
+    monkeypatch.setitem(__import__("sys").modules, "cupy", None)
+    with pytest.raises(errors.Unsupported, match="pip install"):
+        cuda_memory.cupy()
