@@ -156,6 +156,9 @@ class Channel:
         ``policy="latest"``: always the newest item; the writer does not wait for it, and what it was too slow for is
         counted (``slot.skipped``). ``start="oldest"``: from the oldest item that is still whole. ``on_writer_death``:
         ``"raise"`` ``PeerDied`` after the last complete item, or ``"wait"`` for another writer to take over.
+
+        Readers with one `group` name share the items, each going to whichever member is free; what a dead member held
+        is given to another, or dropped where the channel was made with ``redeliver=False``.
         """
         from .channel_reader import Reader
 
@@ -165,9 +168,11 @@ class Channel:
                 raise InvalidArgument(f"{value!r} is none of {known}")
         if on_writer_death not in ("raise", "wait"):
             raise InvalidArgument(f"on_writer_death is 'raise' or 'wait', not {on_writer_death!r}")
+        if group is not None and policy != "block":
+            raise InvalidArgument("the readers of a group share every item: their policy is 'block'")
         request = JoinReader(self.incarnation, policy, start, group)
         reply = self.session.request("join_reader", request, ReaderReply, self.session.deadline(timeout))
-        reader = Reader(self, reply, policy=policy, wait=on_writer_death == "wait")
+        reader = Reader(self, reply, policy=policy, group=group, wait=on_writer_death == "wait")
         self._users.add(reader)
         return reader
 

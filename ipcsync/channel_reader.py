@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from . import failpoints
+from . import failpoints, linux, trace
 from .channel import Slot, decode_meta
 from .errors import EndOfStream, InvalidState, IpcSyncError, PeerDied, PeerFailed, StaleHandle, WaitTimeout
+from .groups import SharedTurn
+from .host_waits import ISSUED
 from .ledger import FOREVER, Cell
 from .ring import Buffer, Epoch, Head, ended_by
 from .ring import Reader as Words
-from .turns import Turn
+from .turns import LatestTurn, Turn
 from .waiting import UNSET, Deadline, Timeout, wait_word
 from .wire import Empty, LeaveReader, ReaderReply
 
@@ -80,14 +82,14 @@ class Reader:
     ``skipped`` counts what a ``latest`` reader missed in all.
     """
 
-    def __init__(self, channel: Channel, reply: ReaderReply, *, policy: str, wait: bool) -> None:
+    def __init__(self, channel: Channel, reply: ReaderReply, *, policy: str, group: str | None, wait: bool) -> None:
         self.channel, self.session, self.device = channel, channel.session, channel.device
-        self.policy, self.on_writer_death = policy, "wait" if wait else "raise"
+        self.policy, self.group, self.on_writer_death = policy, group, "wait" if wait else "raise"
         self.skipped = 0
         self._backend, self._control = channel.backend, channel.control
         self._words, self._ledger = self._control.words, channel.session.ledger.words
-        self._turn = Turn(self._control, reply.cell, reply.start)
-        self._latest = policy == "latest"
+        kind = SharedTurn if group else LatestTurn if policy == "latest" else Turn
+        self._turn = kind(self._control, reply.cell, reply.start)
         self._views = channel.views(writable=False)
         self._held: set[ReadSlot] = set()
         self._lock = threading.Lock()
@@ -95,7 +97,7 @@ class Reader:
         self._over: IpcSyncError | None = None  # what every further get() raises
         self._unconfirmed = 0  # the last item taken in this epoch; 0 when there is none to be looked at
         self._bytes = self._control.region.bytes
-        self._enter_epoch(self._epoch_of(reply.start))
+        self._enter_epoch(self._epoch_of(self._turn.next))
 
     def __repr__(self) -> str:
         return f"<ipcsync.Reader of {self.channel.name!r}, next item {self._turn.next}>"
@@ -127,11 +129,15 @@ class Reader:
                         raise
                     continue  # never handed out: on to the next writer
                 except BaseException:
-                    self._turn.next = slot.number  # not delivered: the next get() takes it again
-                    self._release(slot, None, undo=True)
+                    slot._arrays = None  # not delivered: the next get() takes it again
+                    self._held.discard(slot)
+                    self._turn.undo(slot._buffer, slot.number)
                     raise
                 if failpoints.ARMED:
                     failpoints.hit("slot.taken")
+                recorder = trace.ACTIVE
+                if recorder is not None:
+                    recorder.taken(slot, self.channel.name, slot.number, slot.published)
                 return slot
         finally:
             self._lock.release()
@@ -159,15 +165,15 @@ class Reader:
             if self._closed or self._over is not None:
                 raise self._over or InvalidState(f"the reader of {self.channel.name!r} was closed")
             self.session.check()
-            number = self._turn.next
-            if number >= self._bad():
-                self._next_writer(number, deadline)
-            elif ledger[self._at + Cell.ISSUED] >= number:
+            number, bad = self._turn.next, self._bad()
+            if self._turn.ready(ledger[self._at + Cell.ISSUED], bad):
                 return
+            if number >= bad:
+                self._next_writer(deadline)
             elif 0 < words[Head.END_AT] <= number:
-                self._end()
+                self._end(deadline)
             elif words[Head.EPOCH] != self._epoch:
-                self._next_writer(number, deadline)
+                self._next_writer(deadline)
             else:
                 try:
                     wait_word(
@@ -177,6 +183,7 @@ class Reader:
                         deadline,
                         check=self._between,
                         what=lambda: f"item {self._turn.next} of {self.channel.name!r}",
+                        waiting=self.session.waits.host.of(ISSUED, self._timeline.cell, number, self.channel.name),
                     )
                 except _Changed:
                     pass
@@ -200,34 +207,26 @@ class Reader:
             or self._ledger[self._at + Cell.VERDICT] <= number
             or 0 < self._words[Head.END_AT] <= number
             or self._words[Head.EPOCH] != self._epoch
+            or self._turn.ready(0, 0)
         ):
             raise _Changed
         self._timeline.between_slices(number)
 
     def _take(self, raw: RawStream) -> ReadSlot | None:
         turn, words = self._turn, self._words
-        number = turn.next
-        if self._latest:
-            number = self._newest()
-            if number < turn.next:  # condemned a moment ago
-                return None
-        skipped = number - turn.next
-        b = turn.take(number, latest=self._latest)
-        if b is None:
-            if not self._latest:
-                raise AssertionError(f"item {number} of {self.channel.name!r} is not where it was published")
-            if self._newest() == number:  # dropped, and there is no newer one yet
-                turn.next = number + 1
-                self._count(skipped + 1)
+        taken = turn.take(self._ledger[self._at + Cell.ISSUED], self._bad())
+        if taken is None:
             return None
+        number, b = taken
         if not turn.attached:
-            turn.undo(b)
             raise StaleHandle(f"this session was taken for stopped: its reader of {self.channel.name!r} was detached")
+        skipped, turn.skipped = turn.skipped, 0
         at = self._control.buffer(b)
         slot = ReadSlot(self, raw, number, words[at + Buffer.EPOCH], skipped)
         slot.published = words[at + Buffer.PUBLISHED]
         if skipped:
-            self._count(skipped)
+            self.skipped += skipped
+            words[turn.at + Words.SKIPPED] = self.skipped
         sizes = words[at + Buffer.SIZES]
         arrays = self._views[b]
         if sizes:
@@ -238,12 +237,9 @@ class Reader:
             if sizes >> 32:
                 arrays = self._smaller(arrays, at + Buffer.EXTENTS)
         slot._buffer, slot._arrays = b, arrays
-        self._unconfirmed = number
+        self._unconfirmed = max(self._unconfirmed, number)
         self._held.add(slot)
         return slot
-
-    def _newest(self) -> int:
-        return int(min(self._ledger[self._at + Cell.ISSUED], self._bad() - 1))
 
     def _smaller(self, arrays: dict[str, Any], at: int) -> dict[str, Any]:
         found = {}
@@ -253,14 +249,17 @@ class Reader:
             at += axes
         return found
 
-    def _count(self, skipped: int) -> None:
-        self.skipped += skipped
-        self._words[self._turn.at + Words.SKIPPED] = self.skipped
-
     # -- ends
 
-    def _end(self) -> None:
+    def _end(self, deadline: Deadline) -> None:
         words, name = self._words, self.channel.name
+        seen = words[Head.DOORBELL]
+        if self._turn.peers_hold():  # one of them may still die, and what it holds come here
+            left = deadline.left()
+            if left == 0.0:
+                raise WaitTimeout(f"others of the group {self.group!r} still hold items of {name!r}")
+            linux.futex_wait(self._control.region.address + 8 * Head.DOORBELL, seen, left)
+            return
         if words[Head.END_REASON] == Head.FAILED:
             who, pid = ended_by(self._control)
             self._over = PeerFailed(
@@ -275,7 +274,7 @@ class Reader:
             self._over = EndOfStream(f"{name!r} was closed by its writer after item {words[Head.END_AT] - 1}")
         raise self._over
 
-    def _next_writer(self, number: int, deadline: Deadline) -> None:
+    def _next_writer(self, deadline: Deadline) -> None:
         """The writer of this epoch is dead and everything it completed was taken: raises, or waits for the next."""
         words = self._words
         if self.on_writer_death == "raise" or words[Head.END_AT]:
@@ -319,7 +318,7 @@ class Reader:
         self._epoch, self._line = epoch, at
         self._timeline: Timeline = self.session.open_timeline(event)
         self._at = self._timeline.at
-        self._turn.next = max(self._turn.next, base + 1)
+        self._turn.move_to(base + 1)
 
     def _settle(self) -> None:
         """Raises if the last item taken has been condemned. Items complete in order, so it speaks for all."""
@@ -332,19 +331,21 @@ class Reader:
 
     # -- giving back
 
-    def _release(self, slot: ReadSlot, stream: Any, *, undo: bool = False) -> None:
+    def _release(self, slot: ReadSlot, stream: Any) -> None:
         if failpoints.ARMED:
             failpoints.hit("slot.release")
+        recorder = trace.ACTIVE
+        if recorder is not None:
+            recorder.released(slot, self.channel.name, "in", slot.number)
         b, number = slot._buffer, slot.number
         slot._arrays = None
         self._held.discard(slot)
-        if undo:
-            self._turn.undo(b)
-            return
         raw = slot._raw if stream is None else self.session.stream(stream, self.device)
         done = self._turn.done + b
         if self._backend.is_thread(raw):
             self._words[done] = number
+        elif self._words[done] >= number:  # what a dead one left in our cell: the word cannot say when we are done
+            self._backend.stream_synchronize(raw)
         else:
             self._backend.write(raw, self._control.region, done, number, failed=lambda _: self._force(done, number))
         self._turn.release(b, number)
@@ -389,6 +390,7 @@ class Reader:
         self.channel.left(self)
         request = LeaveReader(self.channel.incarnation, turn.cell)
         self.session.request("leave_reader", request, Empty, deadline)
+        turn.close()
 
     def __enter__(self) -> Reader:
         return self

@@ -41,7 +41,7 @@ class Head:
     """Words of the header: 512, a line apart where their writers differ."""
 
     MAGIC, VERSION, NBYTES, DEPTH, MAX_READERS, META_BYTES, EXTENTS = 0, 1, 2, 3, 4, 5, 6
-    BUFFERS_AT, READERS_AT, BUFFER_WORDS, READER_WORDS = 8, 9, 10, 11
+    BUFFERS_AT, READERS_AT, BUFFER_WORDS, READER_WORDS, GROUPS_AT, REDELIVER = 8, 9, 10, 11, 12, 13
     # the broker:
     ROSTER = 16  # grows after every change of a reader cell's STATE or START
     EPOCH = 24  # of the writer now, or of the last one; its line of the table is complete before this says so
@@ -74,15 +74,15 @@ class Buffer:
     EPOCH = 1  # that item's
     PUBLISHED = 3  # CLOCK_MONOTONIC nanoseconds of its publication
     SIZES = 2  # 1 << 32 if extents are stored (the item is smaller than the field), plus the bytes of meta
-    ASSIGN = 8  # ..23: which member of each reader group it is for (reserved)
-    VOID = 24  # the broker: equals ITEM when that item was condemned with its epoch, so nobody will take it
-    EXTENTS = 32
+    VOID = 8  # the broker: equals ITEM when that item was condemned with its epoch, so nobody will take it
+    EXTENTS = 16
 
 
 class Reader:
     """Words of a reader's cell; TAKEN, RELEASED and DONE are `depth` words each, from `Control`'s offsets."""
 
-    STATE, OWNER, POLICY, START, GROUP = 0, 1, 2, 3, 4  # broker; OWNER: block + 1
+    STATE, OWNER, POLICY, START = 0, 1, 2, 3  # broker; OWNER: block + 1
+    GROUP, GONE = 4, 5  # broker; GROUP: index of the group's line + 1; GONE: a dead member's process is gone
     CURSOR, UNTIL, SKIPPED = 8, 9, 10  # reader; UNTIL: the last item it accounts for, FOREVER while it reads
     BEGUN, RELEASED, DONE = 8, 16, 24  # an array's: reads begun and ended (host), ended (device), of each of its LANES
     LANES = 8
@@ -90,6 +90,15 @@ class Reader:
     ARRAY_WORDS = 32
     FREE, ACTIVE, RETIRED = 0, 1, 2
     BLOCK, LATEST = 1, 2
+
+
+class Group:
+    """Words of a reader group's line. The broker's while nobody is in it, then its members', under the group's lock."""
+
+    NUMBER = 0  # the broker: a hash of its name; a line without members is free
+    CURSOR = 1  # the next item that no member has taken
+    ADOPTED = 2  # grows when a member takes over what a dead one held, before the dead one's RELEASED says so
+    WORDS = 8
 
 
 def _lines(words: int) -> int:
@@ -111,6 +120,7 @@ class Control:
             )
         self.depth, self.max_readers = words[Head.DEPTH], words[Head.MAX_READERS]
         self._buffers, self._readers = words[Head.BUFFERS_AT], words[Head.READERS_AT]
+        self._groups = words[Head.GROUPS_AT]
         self._buffer_words, self._reader_words = words[Head.BUFFER_WORDS], words[Head.READER_WORDS]
         line = _lines(self.depth)
         self.taken, self.released, self.done = (Reader.WORDS + i * line for i in range(3))
@@ -130,6 +140,33 @@ class Control:
     def event_cell(self) -> int:
         """The ledger cell whose rounds are the items of the epoch now."""
         return int(self.words[self.epoch(self.words[Head.EPOCH]) + Epoch.CELL])
+
+    def group(self, index: int) -> int:
+        return int(self._groups + index * Group.WORDS)
+
+    def members(self, index: int) -> list[int]:
+        """The cells of a group's members, dead ones included."""
+        words = self.words
+        return [
+            cell
+            for cell in range(self.max_readers)
+            if words[self.reader(cell) + Reader.GROUP] == index + 1
+            and words[self.reader(cell) + Reader.STATE] != Reader.FREE
+        ]
+
+    def living(self, index: int) -> list[int]:
+        """Those members that will take further items."""
+        words, found = self.words, []
+        for cell in self.members(index):
+            at = self.reader(cell)
+            if words[at + Reader.STATE] == Reader.ACTIVE and words[at + Reader.UNTIL] == FOREVER:
+                found.append(cell)
+        return found
+
+    def holding(self, cell: int) -> bool:
+        """Whether the reader of `cell` has taken items that it has not released."""
+        words, at = self.words, self.reader(cell)
+        return any(words[at + self.released + b] < words[at + self.taken + b] for b in range(self.depth))
 
     def reader(self, cell: int) -> int:
         return int(self._readers + cell * self._reader_words)
@@ -162,7 +199,8 @@ def create(path: Path, spec: ChannelSpec, *, cell: int, incarnation: int) -> Con
     reader_words = Reader.WORDS + 3 * _lines(spec.depth)
     buffers_at = Head.WORDS
     readers_at = buffers_at + spec.depth * buffer_words
-    nbytes = 8 * (readers_at + spec.max_readers * reader_words)
+    groups_at = readers_at + spec.max_readers * reader_words
+    nbytes = 8 * (groups_at + spec.max_readers * Group.WORDS)
 
     def fill(region: Region) -> None:
         words = region.words
@@ -171,6 +209,7 @@ def create(path: Path, spec: ChannelSpec, *, cell: int, incarnation: int) -> Con
         words[Head.META_BYTES], words[Head.EXTENTS] = spec.meta_bytes, extents
         words[Head.BUFFERS_AT], words[Head.READERS_AT] = buffers_at, readers_at
         words[Head.BUFFER_WORDS], words[Head.READER_WORDS] = buffer_words, reader_words
+        words[Head.GROUPS_AT], words[Head.REDELIVER] = groups_at, spec.redeliver
         line = Head.TABLE + Epoch.WORDS
         words[line + Epoch.NUMBER], words[line + Epoch.CELL], words[line + Epoch.INCARNATION] = 1, cell, incarnation
         words[Head.EPOCH] = 1
@@ -181,8 +220,10 @@ def create(path: Path, spec: ChannelSpec, *, cell: int, incarnation: int) -> Con
 
 def free_reader(control: Control) -> int | None:
     """A reader cell that nobody has; None when all ``max_readers`` are taken."""
+    words = control.words
     for cell in range(control.max_readers):
-        if control.words[control.reader(cell) + Reader.STATE] == Reader.FREE:
+        at = control.reader(cell)
+        if words[at + Reader.STATE] == Reader.FREE or (words[at + Reader.GONE] and not control.holding(cell)):
             return cell
     return None
 
@@ -197,7 +238,8 @@ def join(
     start: Literal["next", "oldest"] = "next",
     group: int = 0,
 ) -> int:
-    """Gives a free reader cell to the session of `block`; returns the first item that it must account for.
+    """Gives a free reader cell to the session of `block`; returns the first item that it must account for. `group` is
+    a number that its name hashes to, 0 for none: the members of a group account for its items together.
 
     The writer stores CLAIMED, then looks at the cells; this stores the cell, fences, then looks at CLAIMED. So of every
     item either the writer sees that this reader wants it, or this sees that it was given up. The fence is here because
@@ -208,10 +250,13 @@ def join(
         cursor = ledger.words[ledger.cell(control.event_cell) + Cell.ISSUED] + 1
     else:
         cursor = words[control.epoch(words[Head.EPOCH]) + Epoch.BASE] + 1
+    index, others = _group(control, group) if group else (-1, False)
+    if group and not others:
+        words[control.group(index) + Group.CURSOR] = cursor
     for b in range(control.depth):
         # Not DONE: a wait of the writer's stream on what the cell's last owner left there may still be outstanding.
         words[at + control.released + b] = words[at + control.taken + b] = 0
-    words[at + Reader.OWNER], words[at + Reader.GROUP] = block + 1, group
+    words[at + Reader.OWNER], words[at + Reader.GROUP], words[at + Reader.GONE] = block + 1, index + 1, 0
     words[at + Reader.POLICY] = Reader.LATEST if policy == "latest" else Reader.BLOCK
     words[at + Reader.UNTIL], words[at + Reader.SKIPPED] = FOREVER, 0
     words[at + Reader.START] = words[at + Reader.CURSOR] = cursor
@@ -223,14 +268,41 @@ def join(
         # Every wait ever put on these words was for a claimed item, so this satisfies them all.
         words[at + control.done + b] = first - 1
     words[at + Reader.START] = words[at + Reader.CURSOR] = first
+    if group and not others:
+        words[control.group(index) + Group.CURSOR] = first
     _changed(control)
     return int(first)
 
 
+def _group(control: Control, number: int) -> tuple[int, bool]:
+    """(the line of a group, whether it has members that live)."""
+    free = -1
+    for index in range(control.max_readers):
+        if not control.members(index):
+            free = index if free < 0 else free
+        elif control.words[control.group(index) + Group.NUMBER] == number:
+            return index, bool(control.living(index))
+    control.words[control.group(free) + Group.NUMBER] = number  # there are as many lines as readers
+    return free, False
+
+
 def leave(control: Control, cell: int) -> None:
     """The reader is done with everything, on the device too: the cell is free."""
-    control.words[control.reader(cell) + Reader.STATE] = Reader.FREE
+    at = control.reader(cell)
+    control.words[at + Reader.STATE] = Reader.FREE
+    _abandon(control, int(control.words[at + Reader.GROUP]) - 1)
     _changed(control)
+
+
+def _abandon(control: Control, group: int) -> None:
+    """What a group's dead members held is given to nobody once no member lives."""
+    if group < 0 or control.living(group):
+        return
+    for cell in control.members(group):
+        at = control.reader(cell)
+        if control.words[at + Reader.STATE] == Reader.RETIRED and control.words[at + control.done] == FOREVER:
+            for b in range(control.depth):
+                control.words[at + control.released + b] = FOREVER
 
 
 def retire(control: Control, cell: int) -> None:
@@ -245,26 +317,37 @@ def retire(control: Control, cell: int) -> None:
 
 def drop(control: Control, cell: int) -> None:
     """The reader is dying: releases its words by force. A write of its device may still land after this, so it is done
-    again at each tick until the process is gone. These words order re-use and carry no data: nothing is condemned."""
+    again at each tick until the process is gone. These words order re-use and carry no data: nothing is condemned.
+
+    What a dead member of a group had taken stays taken, for the others to take over (``redeliver``).
+    """
     words, at = control.words, control.reader(cell)
     first = words[at + Reader.STATE] != Reader.RETIRED
     words[at + Reader.STATE] = Reader.RETIRED
     count, released, done = control.depth, control.released, control.done
     if not control.depth:
         count, released, done = Reader.LANES, Reader.RELEASED, Reader.DONE
+    group = int(words[at + Reader.GROUP]) - 1 if control.depth else -1
+    given_again = group >= 0 and words[Head.REDELIVER] and control.living(group)
     for b in range(count):
-        words[at + released + b] = FOREVER
+        if not given_again:
+            words[at + released + b] = FOREVER
         if words[at + done + b] != FOREVER:
             words[at + done + b] = FOREVER
             control.wake(at + done + b)
             first = True
+    _abandon(control, group)
     if first:
         _changed(control)
 
 
 def forget(control: Control, cell: int) -> None:
-    """The process of a dropped reader is gone: nothing of it writes these words any more."""
-    leave(control, cell)
+    """The process of a dropped reader is gone: nothing of it writes these words any more. The cell is free, or will be
+    once what it held was taken over."""
+    if control.depth and control.holding(cell):
+        control.words[control.reader(cell) + Reader.GONE] = 1
+    else:
+        leave(control, cell)
 
 
 def _changed(control: Control) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from . import linux
 from .ledger import FOREVER
-from .ring import Buffer, Control, Head, Reader, bell
+from .ring import Buffer, Control, Group, Head, Reader, bell
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class _Seen:
     start: int
     latest: bool
     retired: bool
+    grouped: bool
     owner: int
 
 
@@ -43,6 +44,7 @@ class Choice:
         #: Ledger blocks of readers known to be dead: nothing waits for them. Forgotten when the roster changes.
         self.dead: set[int] = set()
         self._readers: list[_Seen] = []
+        self._groups: list[tuple[int, int]] = []  # (index, line) of the groups that have living members
         self._roster = -1
 
     def pick(self) -> tuple[int, list[tuple[int, int]]] | None:
@@ -70,7 +72,7 @@ class Choice:
         if self.words[Head.ROSTER] != self._roster:
             self._look()
         items = [(b, self.items[b]) for b in self.order]
-        return {r.owner - 1 for r in self._readers if any(self._wants(r, b, item) for b, item in items)}
+        return {r.owner - 1 for r in self._readers if r.grouped or any(self._wants(r, b, item) for b, item in items)}
 
     def _look(self) -> None:
         control, words = self.control, self.words
@@ -89,20 +91,26 @@ class Choice:
                         words[at + Reader.START],
                         words[at + Reader.POLICY] == Reader.LATEST,
                         words[at + Reader.STATE] == Reader.RETIRED,
+                        words[at + Reader.GROUP] > 0,
                         words[at + Reader.OWNER],
                     )
                 )
+        groups = range(control.max_readers) if any(r.grouped for r in self._readers) else ()
+        self._groups = [(index, control.group(index)) for index in groups if control.living(index)]
 
     def _wants(self, r: _Seen, b: int, item: int) -> bool:
         """Whether this reader holds the item, or is still to have it."""
         words = self.words
-        if item < r.start or words[r.released + b] >= item:
+        if words[r.released + b] >= item or (item < r.start and not r.grouped):
             # A retired reader's device work may never end, if it is stopped: no stream may be made to wait for it.
-            return r.retired and item >= r.start and words[r.done + b] < item
+            return r.retired and words[r.done + b] < item and (item >= r.start or r.grouped)
         if words[r.taken + b] >= item:
             return True
-        void = words[self.control.buffer(b) + Buffer.VOID] == item
-        return not (r.latest or r.retired or void or words[r.until] < item)
+        # What of a group's nobody has taken yet is the whole group's: see _free.
+        return not (r.latest or r.retired or r.grouped or words[r.until] < item or self._void(b, item))
+
+    def _void(self, b: int, item: int) -> bool:
+        return bool(self.words[self.control.buffer(b) + Buffer.VOID] == item)
 
     def _free(self, b: int, item: int, waits: list[tuple[int, int]]) -> bool:
         words = self.words
@@ -111,19 +119,27 @@ class Choice:
                 self._look()
             dropped = False
             waits.clear()
+            # A member takes, then moves the cursor; and takes over, then counts it, then frees the dead one. So: the
+            # cursors first, and all again if something was taken over meanwhile.
+            adopted = [words[line + Group.ADOPTED] for _, line in self._groups]
+            for index, line in self._groups:
+                if words[line + Group.CURSOR] <= item and not self._void(b, item) and self.control.living(index):
+                    return False
             for r in self._readers:
-                if r.owner - 1 in self.dead:
+                if r.owner - 1 in self.dead and not r.grouped:
                     continue
                 if self._wants(r, b, item):
                     return False
-                if item >= r.start:
+                if item >= r.start or r.grouped:
                     if words[r.released + b] < item:
-                        dropped = True
+                        dropped |= not r.grouped
                     elif words[r.done + b] < item:
                         waits.append((r.done + b, item))
             if words[Head.CLAIMED] < item:
                 words[Head.CLAIMED] = item  # announce, then look who is there
-            if words[Head.ROSTER] == self._roster:
+            if words[Head.ROSTER] == self._roster and adopted == [
+                words[line + Group.ADOPTED] for _, line in self._groups
+            ]:
                 break
         if not dropped:
             return True
@@ -133,15 +149,16 @@ class Choice:
         return not any(self._wants_taken(r, b, item) for r in self._readers)
 
     def _wants_taken(self, r: _Seen, b: int, item: int) -> bool:
-        words, alive = self.words, r.owner - 1 not in self.dead
-        return alive and item >= r.start and words[r.released + b] < item <= words[r.taken + b]
+        words, asked = self.words, r.grouped or (item >= r.start and r.owner - 1 not in self.dead)
+        return asked and words[r.released + b] < item <= words[r.taken + b]
 
 
 class Turn:
-    """A reader's side: its cell, what it takes and gives back."""
+    """A reader's side: its cell, what it takes and gives back. This one takes every item, in order (``block``)."""
 
     def __init__(self, control: Control, cell: int, start: int) -> None:
         self.control, self.cell, self.next = control, cell, start
+        self.skipped = 0  # items passed over since the last that was taken
         self.words = control.words
         self.at = control.reader(cell)
         self.taken, self.released, self.done = (
@@ -153,18 +170,22 @@ class Turn:
         self._likely = 0
         self._rings = itertools.count(1)  # counts whole whichever thread releases
 
-    def take(self, number: int, *, latest: bool = False) -> int | None:
-        """The buffer of item `number`, which was issued; None when a ``latest`` reader came too late for it."""
-        words = self.words
+    def ready(self, issued: int, bad: int) -> bool:
+        """Whether there is something to take: items up to `issued` are, and those from `bad` on are condemned."""
+        return self.next <= issued and self.next < bad
+
+    def take(self, issued: int, bad: int) -> tuple[int, int] | None:
+        """(an item, its buffer); None when it was taken away a moment ago: look again. `ready` said that there is."""
+        number = self.next
         b = self._find(number)
         if b is None:
-            return None
-        words[self.taken + b] = number
-        if latest and words[Head.DROPPED] >= number:
-            self.undo(b)
-            return None
-        words[self.at + Reader.CURSOR] = self.next = number + 1
-        return b
+            raise AssertionError(f"item {number} is in none of the buffers, though nobody may have overwritten it")
+        self._announce(b, number)
+        return number, b
+
+    def _announce(self, b: int, number: int) -> None:
+        self.words[self.taken + b] = number
+        self.words[self.at + Reader.CURSOR] = self.next = number + 1
 
     def _find(self, number: int) -> int | None:
         depth, buffers = self.control.depth, self._buffers
@@ -174,6 +195,17 @@ class Turn:
                 self._likely = b + 1
                 return b
         return None
+
+    def move_to(self, number: int) -> None:
+        """There are no items before `number`."""
+        self.next = max(self.next, number)
+
+    def peers_hold(self) -> bool:
+        """Whether something may still come from a peer's death."""
+        return False
+
+    def close(self) -> None:
+        """Lets go what it has besides its words."""
 
     @property
     def attached(self) -> bool:
@@ -185,9 +217,10 @@ class Turn:
         self.words[self.released + b] = number
         self.ring()
 
-    def undo(self, b: int) -> None:
-        """Takes a take back: the item in it is as if never looked at."""
+    def undo(self, b: int, number: int) -> None:
+        """Takes a take back: the item is the next one again."""
         self.words[self.taken + b] = self.words[self.released + b]
+        self.next = number
         self.ring()
 
     def ring(self) -> None:
@@ -198,6 +231,24 @@ class Turn:
         if self.words[self.at + Reader.UNTIL] == FOREVER:
             self.words[self.at + Reader.UNTIL] = self.next - 1
             self.ring()
+
+
+class LatestTurn(Turn):
+    """Takes the newest item there is; the writer may drop what was not taken."""
+
+    def take(self, issued: int, bad: int) -> tuple[int, int] | None:
+        words, number = self.words, min(issued, bad - 1)
+        b = self._find(number)
+        if b is None:
+            return None  # a newer one is there by now
+        words[self.taken + b] = number
+        if words[Head.DROPPED] >= number:
+            self.undo(b, number + 1)
+            self.skipped += 1
+            return None
+        self.skipped += number - self.next
+        self._announce(b, number)
+        return number, b
 
 
 def publish(control: Control, b: int, number: int, epoch: int) -> None:

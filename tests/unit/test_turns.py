@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ipcsync import linux, ring
+from ipcsync.groups import SharedTurn
 from ipcsync.ledger import FOREVER, Cell, Ledger
-from ipcsync.turns import Choice, Turn, publish
+from ipcsync.turns import Choice, LatestTurn, Turn, publish
 from ipcsync.wire import ArraySpec, ChannelSpec, FieldSpec
 
 SPEC = FieldSpec("array", (4,), "uint8")
@@ -28,10 +29,13 @@ def spec(depth: int = 3, max_readers: int = 4) -> ChannelSpec:
     return ChannelSpec((SPEC,), 256, depth, max_readers)
 
 
+LATEST, SHARED = "latest", "shared"
+
+
 @dataclass(eq=False)
 class Attached:
     turn: Turn
-    latest: bool
+    kind: str
     first: int
     got: list[int] = field(default_factory=list)
     lost: set[int] = field(default_factory=set)
@@ -56,6 +60,8 @@ class Ring(RuleBasedStateMachine):
         self.data: dict[int, int] = {}  # buffer -> the item whose bytes lie in it; -1 while it is written
         self.open: list[int] = []
         self.readers: list[Attached] = []
+        self.orphans: dict[int, int] = {}  # what dead members of the group held: item -> buffer
+        self.shared: set[int] = set()  # what the group's members took
 
     @property
     def issued(self) -> int:
@@ -71,7 +77,7 @@ class Ring(RuleBasedStateMachine):
     def open_slot(self) -> None:
         found = self.choice.pick()
         if found is None:
-            for b in set(range(self.control.depth)) - set(self.open):
+            for b in set(range(self.control.depth)) - set(self.open) - set(self.orphans.values()):
                 assert any(self.wants(a, b) for a in self.readers), f"nobody wants what is in buffer {b}"
             return
         b, waits = found
@@ -85,7 +91,7 @@ class Ring(RuleBasedStateMachine):
     def wants(self, a: Attached, b: int) -> bool:
         if b in a.held.values():
             return True
-        return not a.latest and self.data[b] >= a.turn.next and self.data[b] not in a.lost
+        return a.kind != LATEST and self.data[b] >= a.turn.next and self.data[b] not in a.lost
 
     @precondition(lambda self: self.open)
     @rule(which=st.integers(0, 3))
@@ -121,46 +127,57 @@ class Ring(RuleBasedStateMachine):
 
     # -- readers
 
-    @precondition(lambda self: len(self.readers) < 4)
-    @rule(latest=st.booleans(), oldest=st.booleans())
-    def join(self, latest: bool, oldest: bool) -> None:
+    @precondition(lambda self: ring.free_reader(self.control) is not None)
+    @rule(kind=st.sampled_from(["block", "latest", "shared"]), oldest=st.booleans())
+    def join(self, kind: str, oldest: bool) -> None:
         cell = ring.free_reader(self.control)
         assert cell is not None
+        joins_others = kind == SHARED and bool(self.members)
         first = ring.join(
             self.control,
             self.ledger,
             cell,
             block=cell,
-            policy="latest" if latest else "block",
+            policy="latest" if kind == LATEST else "block",
             start="oldest" if oldest else "next",
+            group=7 if kind == SHARED else 0,
         )
         assert first <= self.issued + 1
         if not oldest:
             assert first == self.issued + 1
-        for number in range(first, self.issued + 1):
-            assert number in self.data.values(), "a joiner was promised an item that is gone"
-        self.readers.append(Attached(Turn(self.control, cell, first), latest, first))
+        turn = {"block": Turn, "latest": LatestTurn, "shared": SharedTurn}[kind](self.control, cell, first)
+        lost: set[int] = set()
+        if joins_others:
+            first, lost = self.members[0].first, self.members[0].lost
+        elif kind == SHARED:
+            self.shared = set()
+        for number in range(turn.next, self.issued + 1):
+            assert number in self.data.values() or number in lost, "a joiner was promised an item that is gone"
+        self.readers.append(Attached(turn, kind, first, lost=set(lost)))
+
+    @property
+    def members(self) -> list[Attached]:
+        return [a for a in self.readers if a.kind == SHARED]
 
     @precondition(lambda self: self.readers)
     @rule(which=st.integers(0, 3))
     def take(self, which: int) -> None:
         a = self.readers[which % len(self.readers)]
         while a.turn.next in a.lost:  # it waits for the next writer, and goes on with its first item
-            a.turn.next += 1
-        number = a.turn.next
-        if number > self.issued:
+            a.turn.move_to(a.turn.next + 1)
+        if not a.turn.ready(self.issued, FOREVER):
             return
-        if a.latest:
-            number = self.issued
-        b = a.turn.take(number, latest=a.latest)
-        if b is None:
-            assert a.latest
-            if number == self.issued:
-                a.turn.next = number + 1
+        taken = a.turn.take(self.issued, FOREVER)
+        if taken is None:
+            assert a.kind == LATEST
             return
+        number, b = taken
         assert self.data[b] == number
         assert a.turn.attached
         a.held[number] = b
+        if a.kind == SHARED:
+            assert number not in self.shared or self.orphans.pop(number) == b, "two members have one item"
+            self.shared.add(number)
 
     @precondition(lambda self: any(a.held for a in self.readers))
     @rule(which=st.integers(0, 3), item=st.integers(0, 9), later=st.booleans())
@@ -188,7 +205,10 @@ class Ring(RuleBasedStateMachine):
     @rule(which=st.integers(0, 3), dies=st.booleans())
     def leave(self, which: int, dies: bool) -> None:
         a = self.readers[which % len(self.readers)]
+        self.readers.remove(a)
         if dies:
+            if a.kind == SHARED:
+                self.orphans.update(a.held)
             ring.drop(self.control, a.turn.cell)
             ring.drop(self.control, a.turn.cell)
             ring.forget(self.control, a.turn.cell)
@@ -200,7 +220,9 @@ class Ring(RuleBasedStateMachine):
                 self.control.words[a.turn.done + b] = number
             a.turn.stop()
             ring.leave(self.control, a.turn.cell)
-        self.readers.remove(a)
+        a.turn.close()
+        if not self.members:
+            self.orphans = {}
 
     # -- what must hold at any moment
 
@@ -209,22 +231,31 @@ class Ring(RuleBasedStateMachine):
         for a in getattr(self, "readers", ()):
             for number, b in a.held.items():
                 assert self.data[b] == number, f"item {number} was overwritten while held"
+        for number, b in getattr(self, "orphans", {}).items():
+            assert self.data[b] == number or self.void(number, b), f"item {number} of a dead member was overwritten"
+
+    def void(self, number: int, b: int) -> bool:
+        return any(number in a.lost for a in self.members)
 
     @invariant()
     def every_item_once(self) -> None:
         for a in getattr(self, "readers", ()):
             seen = sorted(n for n in (*a.got, *a.held) if n not in a.lost)
             assert len(seen) == len(set(seen))
-            if not a.latest:
+            if a.kind == SHARED:
+                due = [n for n in range(a.first, a.turn.next) if n not in a.lost]
+                assert sorted(n for n in self.shared if n not in a.lost) == due
+            elif a.kind == "block":
                 due = [n for n in range(a.first, a.turn.next) if n not in a.lost]
                 assert seen == due
+            if a.kind != LATEST:
                 for number in range(a.turn.next, self.issued + 1):
                     assert number in a.lost or number in self.data.values(), "an item that is due is gone"
 
 
 TestRing = Ring.TestCase
 TestRing.settings = settings(
-    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
@@ -254,19 +285,26 @@ def write(control: ring.Control, ledger: Ledger, choice: Choice) -> int:
     return number
 
 
+def take(turn: Turn, number: int) -> int:
+    turn.next = number
+    taken = turn.take(number, FOREVER)
+    assert taken is not None
+    return taken[1]
+
+
 def test_a_retired_reader_keeps_what_it_holds_and_gets_nothing_more(control: tuple[ring.Control, Ledger]) -> None:
     ctl, ledger = control
     choice = Choice(ctl)
     turn = Turn(ctl, 0, ring.join(ctl, ledger, 0, block=0))
     write(ctl, ledger, choice)
-    held = turn.take(1)
+    held = take(turn, 1)
     write(ctl, ledger, choice)
     assert choice.pick() is None
     ring.retire(ctl, 0)
     for _ in range(5):  # in the other buffer, over and over
         write(ctl, ledger, choice)
-    assert choice.items[held or 0] == 1
-    turn.take(7)
+    assert choice.items[held] == 1
+    take(turn, 7)
     assert not turn.attached
     ring.drop(ctl, 0)
     write(ctl, ledger, choice)
@@ -280,7 +318,7 @@ def test_no_stream_is_made_to_wait_for_a_retired_readers_device(control: tuple[r
     turn = Turn(ctl, 0, ring.join(ctl, ledger, 0, block=0))
     for number in (1, 2):
         write(ctl, ledger, choice)
-        turn.release(turn.take(number) or 0, number)  # on the host; its device never gets there
+        turn.release(take(turn, number), number)  # on the host; its device never gets there
     ring.retire(ctl, 0)
     assert choice.pick() is None
     ring.drop(ctl, 0)
@@ -293,7 +331,7 @@ def test_a_wait_on_a_left_readers_word_survives_its_next_owner(control: tuple[ri
     turn = Turn(ctl, 0, ring.join(ctl, ledger, 0, block=0))
     for number in (1, 2):
         write(ctl, ledger, choice)
-        turn.release(turn.take(number) or 0, number)
+        turn.release(take(turn, number), number)
     found = choice.pick()
     assert found is not None
     ((word, item),) = found[1]  # put on the writer's stream, which is slow to get there
@@ -322,12 +360,12 @@ def test_a_reader_that_stopped_holds_nobody_up(control: tuple[ring.Control, Ledg
     choice = Choice(ctl)
     turn = Turn(ctl, 0, ring.join(ctl, ledger, 0, block=0))
     write(ctl, ledger, choice)
-    held = turn.take(1)
+    held = take(turn, 1)
     write(ctl, ledger, choice)
     turn.stop()
     for _ in range(4):
         write(ctl, ledger, choice)
-    assert choice.items[held or 0] == 1, "what it holds is still its own"
+    assert choice.items[held] == 1, "what it holds is still its own"
 
 
 def test_rings_of_the_bell_never_repeat() -> None:
