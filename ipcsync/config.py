@@ -85,7 +85,9 @@ def load(environ: Mapping[str, str] = os.environ) -> dict[str, Value]:
 
 def value(key: str, environ: Mapping[str, str] = os.environ) -> Any:
     """One value in force."""
-    return load(environ)[key].value
+    setting = settings()[key]
+    text = environ.get(setting.variable)  # the strongest: no file is looked at
+    return _checked(setting, text, setting.variable, strict=False) if text else load(environ)[key].value
 
 
 def _read(paths: list[Path], environ: Mapping[str, str]) -> Iterator[tuple[Path, dict[str, Any]]]:

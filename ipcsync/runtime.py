@@ -13,7 +13,7 @@ import stat
 import struct
 from pathlib import Path
 
-from . import linux
+from . import config, linux
 from .errors import BrokerRunning, BrokerUnavailable, PermissionDenied, RuntimeDirectory
 
 LOCK, SOCKET, ANNOUNCE, LEDGER, JOURNAL = "broker.lock", "broker.sock", "announce.sock", "ledger", "journal"
@@ -24,8 +24,8 @@ _held: dict[tuple[int, int], Lock] = {}  # by (device, inode): closing any descr
 
 
 def default_directory() -> Path:
-    """``$IPCSYNC_RUNTIME_DIR``, else ``/dev/shm/ipcsync-<uid>``; not checked."""
-    return Path(os.environ.get("IPCSYNC_RUNTIME_DIR") or f"/dev/shm/ipcsync-{os.getuid()}")
+    """``$IPCSYNC_RUNTIME_DIR``, else what a configuration file says, else ``/dev/shm/ipcsync-<uid>``; not checked."""
+    return Path(config.value("runtime_dir"))
 
 
 def directory(explicit: Path | str | None = None, *, create: bool) -> Path:
