@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import msgspec
 
 from .backends import select
 from .backends.base import Backend, Memory, RawStream
-from .device import as_device
-from .errors import InvalidArgument, InvalidState, MetaTooLarge
+from .device import Device, as_device
+from .errors import InvalidArgument, InvalidState, MetaTooLarge, SessionClosed
 from .fields import Field, fields_of, layout
 from .ring import Control
 from .waiting import UNSET, Deadline, Timeout
@@ -113,9 +113,8 @@ class Channel:
         self.incarnation = info.event.incarnation
         self.depth, self.max_readers, self.meta_bytes = info.spec.depth, info.spec.max_readers, info.spec.meta_bytes
         self.fields = {f.name: Field(f.shape, f.dtype) for f in info.spec.fields}
-        self.backend = select.backend("cpu" if info.event.device == "cpu" else "cuda")
-        self.index = self.backend.index(info.event.device)
-        self.device = as_device(f"{self.backend.device_type}:{self.index}")
+        self.backend, self.index = session.backend(info.event.device)
+        self.device = Device(self.backend.device_type, self.index)
         self.control = Control(session.map(info.control))
         self.backend.register(self.control.region)
         self.owned: Memory | None = None  # memory="session": ours, for as long as anybody may read it
@@ -201,6 +200,12 @@ class Channel:
     def left(self, user: Writer | Reader) -> None:
         self._users.discard(user)
 
+    def refuse(self, what: str) -> NoReturn:
+        """Says why a writer or reader that was closed can do nothing."""
+        if self.session.closed:
+            raise SessionClosed("the session was closed: connect again")
+        raise InvalidState(f"the {what} of {self.name!r} was closed: take another")
+
     def _check(self) -> None:
         self.session.check()
         if self._closed:
@@ -213,7 +218,7 @@ class Channel:
         self._closed = True
         try:
             for user in list(self._users):
-                user.close(deadline.left(3600.0) if deadline.at is not None else None)
+                user._shutdown(deadline)
         finally:
             self.session.forget(self)
             self.session.request("detach", Detach(self.incarnation), Empty, deadline)

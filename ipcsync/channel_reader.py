@@ -14,7 +14,7 @@ import msgspec
 
 from . import failpoints, linux, trace
 from .channel import Slot, decode_meta
-from .errors import EndOfStream, InvalidState, IpcSyncError, PeerDied, PeerFailed, StaleHandle, WaitTimeout
+from .errors import EndOfStream, IpcSyncError, PeerDied, PeerFailed, StaleHandle, WaitTimeout
 from .groups import SharedTurn
 from .host_waits import ISSUED
 from .ledger import FOREVER, Cell
@@ -162,8 +162,10 @@ class Reader:
         ledger, words = self._ledger, self._words
         while True:
             self._settle()
-            if self._closed or self._over is not None:
-                raise self._over or InvalidState(f"the reader of {self.channel.name!r} was closed")
+            if self._closed:
+                self.channel.refuse("reader")
+            if self._over is not None:
+                raise self._over
             self.session.check()
             number, bad = self._turn.next, self._bad()
             if self._turn.ready(ledger[self._at + Cell.ISSUED], bad):
@@ -294,7 +296,7 @@ class Reader:
     def _no_writer(self) -> None:
         self.session.check()
         if self._closed:
-            raise InvalidState(f"the reader of {self.channel.name!r} was closed")
+            self.channel.refuse("reader")
         if self._words[Head.END_AT]:
             raise self._timeline.error()
 
@@ -359,10 +361,12 @@ class Reader:
         """Releases what is held, waits until everything taken is complete and this device's work on it is done, and
         lets the reader's place go. ``PeerDied`` if something taken and not confirmed was condemned: it is closed then
         as well. Idempotent."""
+        self._shutdown(self.session.deadline(timeout))
+
+    def _shutdown(self, deadline: Deadline) -> None:
         if self._closed:
             return
         self._closed = True
-        deadline = self.session.deadline(timeout)
         for slot in list(self._held):
             self._release(slot, None)
         self._turn.stop()

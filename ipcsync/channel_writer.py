@@ -6,6 +6,7 @@ An item exists once its round is issued. Until then nothing of it can be seen: a
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -172,7 +173,7 @@ class Writer:
 
     def _check(self) -> None:
         if self._closed:
-            raise InvalidState(f"the writer of {self.channel.name!r} was closed or detached")
+            self.channel.refuse("writer")
         self._timeline.check(self._ledger[self._at + Cell.ISSUED] + 1)
 
     def _look_for_deaths(self) -> None:
@@ -273,6 +274,11 @@ class Writer:
     def detach(self, timeout: Timeout = UNSET) -> None:
         """Leaves without ending the stream: readers wait for whoever becomes its writer next."""
         self._leave("", self.session.deadline(timeout))
+
+    def _shutdown(self, deadline: Deadline) -> None:
+        """The session ends. At the end of a program that an exception ends, that is no good end of the stream."""
+        raised = hasattr(sys, "last_value") and not hasattr(sys, "ps1")
+        self._leave("failed" if raised else "closed", deadline)
 
     def _leave(self, end: Any, deadline: Deadline) -> None:
         with self._lock:

@@ -13,10 +13,9 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import linux
-from .backends import select
 from .backends.base import Memory, RawStream
 from .channel import Slot, decode_meta, encode_meta
-from .device import as_device
+from .device import Device
 from .errors import InvalidState, StaleHandle, WaitTimeout
 from .fields import Field
 from .host_waits import ISSUED, SPACE
@@ -61,9 +60,8 @@ class SharedArray:
         self.session, self.info, self.spec = session, info, info.spec
         self.name, self.incarnation = info.event.name, info.event.incarnation
         self.fields = {f.name: Field(f.shape, f.dtype) for f in info.spec.fields}
-        self.backend = select.backend("cpu" if info.event.device == "cpu" else "cuda")
-        self.index = self.backend.index(info.event.device)
-        self.device = as_device(f"{self.backend.device_type}:{self.index}")
+        self.backend, self.index = session.backend(info.event.device)
+        self.device = Device(self.backend.device_type, self.index)
         self.control = Control(session.map(info.control))
         self.backend.register(self.control.region)
         self._words, self._ledger = self.control.words, session.ledger.words
@@ -130,9 +128,11 @@ class SharedArray:
             self._writing.release()
 
     def _take_pen(self, deadline: Deadline) -> None:
+        def grant() -> None:
+            self.session.request("pen", Pen(self.incarnation), PenReply, deadline)
+
         if not self._timeline.has_pen:
-            request = Pen(self.incarnation)
-            self._timeline.take_pen(lambda: self.session.request("pen", request, PenReply, deadline))
+            self._timeline.take_pen(grant)
 
     def _store_meta(self, meta: dict[str, Any]) -> None:
         raw = encode_meta(meta, self._words[Head.META_BYTES], self.name)
@@ -196,9 +196,13 @@ class SharedArray:
 
     def release(self, timeout: Timeout = UNSET) -> None:
         """Lets another process write, once what was published is complete."""
-        deadline = self.session.deadline(timeout)
-        request = PenBack(self.incarnation)
-        self._timeline.drop_pen(deadline, lambda: self.session.request("pen_back", request, Empty, deadline))
+        self._drop_pen(self.session.deadline(timeout))
+
+    def _drop_pen(self, deadline: Deadline) -> None:
+        def give_back() -> None:
+            self.session.request("pen_back", PenBack(self.incarnation), Empty, deadline)
+
+        self._timeline.drop_pen(deadline, give_back)
 
     # -- reading
 
@@ -328,8 +332,7 @@ class SharedArray:
         self._closed = True
         try:
             self._readers.leave(deadline)
-            request = PenBack(self.incarnation)
-            self._timeline.drop_pen(deadline, lambda: self.session.request("pen_back", request, Empty, deadline))
+            self._drop_pen(deadline)
         finally:
             self.session.forget(self)
             self.session.request("detach", Detach(self.incarnation), Empty, deadline)
