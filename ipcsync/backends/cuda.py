@@ -56,6 +56,11 @@ class CudaEvent:
     def __int__(self) -> int:
         return int(self.handle)
 
+    @property
+    def ptr(self) -> int:
+        """Its address, by the name that CuPy's streams look for."""
+        return int(self.handle)
+
 
 class _Registration:
     """A region the device reaches. It holds the mapping: pages must not go, or be mapped anew, while registered."""
@@ -77,6 +82,7 @@ class CudaBackend(Backend):
         self._quarantine = Quarantine()
         self._streams = cuda_streams.Streams(self._driver, self._devices)
         self._memories = cuda_memory.Memories(self._driver, self._devices, self._quarantine)
+        self._handles: dict[int, Any] = {}  # by raw stream
         self._registered: dict[int, _Registration] = {}  # by address
         self._refused: dict[int, str] = {}  # by device: why memory operations do not work
         self._queues: dict[int, int] = {}
@@ -88,7 +94,7 @@ class CudaBackend(Backend):
         return self._devices.count
 
     def current_device(self) -> int:
-        return self._devices.current()
+        return 0 if self._devices.count == 1 else self._devices.current()
 
     def using(self, device: int) -> AbstractContextManager[None]:
         return self._devices.using(device)
@@ -108,6 +114,7 @@ class CudaBackend(Backend):
             return int(check(self._driver.cuStreamCreateWithPriority(1, priority), "cuStreamCreateWithPriority"))
 
     def drop_stream(self, raw: int) -> None:
+        self._handles.pop(raw, None)
         self._driver.cuStreamDestroy(raw)
 
     def framework_streams(self, device: int) -> dict[str, int]:
@@ -142,6 +149,13 @@ class CudaBackend(Backend):
         with self.using_stream(raw, device):
             fn(*args)
 
+    def _handle(self, raw: int) -> Any:
+        """The driver's own object for a stream: made once, because each conversion of an int costs a call 0.1 us."""
+        if len(self._handles) > 1024:  # streams come and go
+            self._handles.clear()
+        made = self._handles[raw] = self._driver.CUstream(raw)
+        return made
+
     def _on(self, raw: int, call: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
         """The status of a call on a stream. A default stream is the current device's; others know their own."""
         if raw.__class__ is int:
@@ -153,13 +167,11 @@ class CudaBackend(Backend):
         with self.using(raw.device):  # type: ignore[attr-defined]
             return call(*args)[0]
 
-    def _not_capturing(self, raw: int) -> None:
-        status, capturing = self._capturing(raw)
-        if status == INVALID_CONTEXT:
-            return  # the thread has no context: the call itself gets one, and nothing is captured there
+    def _not_capturing(self, stream: Any) -> None:
+        status, capturing = self._capturing(stream)
         if capturing:
             raise CaptureUnsupported(CAPTURE)
-        if status:
+        if status and status != INVALID_CONTEXT:  # a thread without a context: the call itself will see to one
             fail(status, "cuStreamIsCapturing")
 
     def _ready(self, status: Any, call: str) -> bool:
@@ -194,16 +206,14 @@ class CudaBackend(Backend):
         return CudaEvent(check((status, handle), "cuEventCreate"), device, interprocess=interprocess, opened=False)
 
     def event_record(self, event: CudaEvent, raw: int) -> None:
-        self._not_capturing(raw)
-        if raw.__class__ is int:
-            (status,) = self._record_event(event.handle, raw)
-            if not status:
-                return
-        self._must(self._on(raw, self._record_event, event.handle, raw), "cuEventRecord")
+        stream = self._handles.get(raw) or self._handle(raw)
+        self._not_capturing(stream)
+        self._must(self._on(raw, self._record_event, event.handle, stream), "cuEventRecord")
 
     def event_wait(self, event: CudaEvent, raw: int) -> None:
-        self._not_capturing(raw)
-        self._must(self._on(raw, self._wait_event, raw, event.handle, 0), "cuStreamWaitEvent")
+        stream = self._handles.get(raw) or self._handle(raw)
+        self._not_capturing(stream)
+        self._must(self._on(raw, self._wait_event, stream, event.handle, 0), "cuStreamWaitEvent")
 
     def event_query(self, event: CudaEvent) -> bool:
         (status,) = self._driver.cuEventQuery(event.handle)
@@ -251,7 +261,8 @@ class CudaBackend(Backend):
 
         if event.interprocess:
             # A queued wait or record of it, here or in a peer, must find it alive.
-            self._quarantine.end(work, ready=lambda: self._finished(event))
+            moment = 0.1 if self._finished(event) else 0.0
+            self._quarantine.end(work, ready=lambda: self._finished(event), moment=moment)
         else:
             work()
 
@@ -329,22 +340,30 @@ class CudaBackend(Backend):
         failed: Callable[[BaseException], None] | None = None,
     ) -> None:
         """`verdict` and `failed` are the host's: a stream here runs on, or its whole context is lost."""
-        self._not_capturing(raw)
+        stream = self._handles.get(raw) or self._handle(raw)
+        status, capturing = self._capturing(stream)
+        if status or capturing:
+            self._not_capturing(stream)
         address = region.address + 8 * index
         if raw.__class__ is int:
-            (status,) = self._write64(raw, address, value, 0)
-            if not status:
-                return
-        self._must(self._on(raw, self._write64, raw, address, value, 0), "cuStreamWriteValue64")
+            (status,) = self._write64(stream, address, value, 0)
+        else:
+            status = self._on(raw, self._write64, stream, address, value, 0)
+        if status:
+            fail(status, "cuStreamWriteValue64")
 
     def wait(self, raw: int, region: Region, index: int, value: int) -> None:
-        self._not_capturing(raw)
+        stream = self._handles.get(raw) or self._handle(raw)
+        status, capturing = self._capturing(stream)
+        if status or capturing:
+            self._not_capturing(stream)
         address = region.address + 8 * index
         if raw.__class__ is int:
-            (status,) = self._wait64(raw, address, value, 0)  # flags 0: GEQ, cyclically
-            if not status:
-                return
-        self._must(self._on(raw, self._wait64, raw, address, value, 0), "cuStreamWaitValue64")
+            (status,) = self._wait64(stream, address, value, 0)  # flags 0: GEQ, cyclically
+        else:
+            status = self._on(raw, self._wait64, stream, address, value, 0)
+        if status:
+            fail(status, "cuStreamWaitValue64")
 
     def blocked_limit(self, device: int) -> int:
         """Hardware queues, less a reserve. A stream with new work takes an idle queue, but shares one when none is

@@ -42,7 +42,11 @@ class Quarantine:
             if self._worker is None or stuck:
                 self._since = 0.0
                 self._worker = threading.Thread(target=self._run, name="ipcsync-cuda-teardown", daemon=True)
-                self._worker.start()
+                try:
+                    self._worker.start()
+                except RuntimeError:  # the interpreter is ending, and the process's end frees everything
+                    self._worker = None
+                    return False
         self._tasks.put(task)
         return task.done.wait(moment)
 

@@ -23,11 +23,12 @@ _SPIN = r"""extern "C" __global__ void spin(long long ns, unsigned long long* ou
   do { asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); } while (now - begin < ns);
   if (out) *out = value;
 }"""
-_ADD = r"""extern "C" __global__ void add(long long ns, unsigned long long* in, unsigned long long* out, long long n) {
+_ADD = r"""extern "C" __global__ void add(long long ns, unsigned long long* in, unsigned long long* out, long long n,
+                                       unsigned long long plus) {
   unsigned long long begin, now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
   do { asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); } while (now - begin < ns);
-  for (long long i = threadIdx.x; i < n; i += blockDim.x) out[i] = in[i] + 1;
+  for (long long i = threadIdx.x; i < n; i += blockDim.x) out[i] = (in ? in[i] : 0) + plus;
 }"""
 
 
@@ -49,9 +50,25 @@ def spin(backend: CudaBackend, raw: Any, milliseconds: float, out: int = 0, valu
 
 def add_one(source: Any, target: Any, microseconds: float = 0) -> None:
     """On CuPy's current stream: spins, then target[i] = source[i] + 1 (uint64)."""
+    _launch(source, target, microseconds, 1)
+
+
+def copy(source: Any, target: Any) -> None:
+    """On CuPy's current stream: target[i] = source[i] (uint64)."""
+    _launch(source, target, 0, 0)
+
+
+def fill(target: Any, value: int, microseconds: float = 0) -> None:
+    """On CuPy's current stream: spins, then target[i] = value (uint64)."""
     import cupy
 
-    arguments = (cupy.int64(microseconds * 1e3), source, target, cupy.int64(target.size))
+    _launch(cupy.uint64(0), target, microseconds, value)
+
+
+def _launch(source: Any, target: Any, microseconds: float, plus: int) -> None:
+    import cupy
+
+    arguments = (cupy.int64(microseconds * 1e3), source, target, cupy.int64(target.size), cupy.uint64(plus))
     _kernel(_ADD, "add")((1,), (256,), arguments)
 
 
