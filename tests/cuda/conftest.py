@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ipcsync.backends import select
 from ipcsync.backends.cuda import CudaBackend
 from ipcsync.shm import Region
 
@@ -15,7 +16,9 @@ from . import gpu
 
 @pytest.fixture(scope="session")
 def backend() -> CudaBackend:
-    return CudaBackend()
+    made = select.backend("cuda")
+    assert isinstance(made, CudaBackend)
+    return made
 
 
 @pytest.fixture
