@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -18,52 +18,79 @@ import msgspec
 
 from ipcsync.shm import Region
 
-from .model import Session, Thing
+from .model import Entity, Session, Thing
 
 MAGIC = b"IPCSJNL1"
 NBYTES = 1 << 20
 _HEAD = struct.Struct("<8sQ")  # magic, inode of the ledger that it belongs to
 _RECORD = struct.Struct("<II")  # length, crc32 of the payload
-Kind = Literal["session", "thing", "last"]
 
 
 class Last(msgspec.Struct):
     """The highest numbers ever given out: none is given twice in the life of a ledger."""
 
-    session: int
-    incarnation: int
+    session: int = 0
+    incarnation: int = 0
 
 
-Record = Session | Thing | Last | None
-Entities = dict[tuple[Kind, int], Record]
-_TYPES: dict[Kind, type[Session] | type[Thing] | type[Last]] = {"session": Session, "thing": Thing, "last": Last}
-_ENVELOPE = msgspec.msgpack.Decoder(tuple[Kind, int, msgspec.Raw])
+class Change(msgspec.Struct, array_like=True):
+    """An entity as it is now; neither record: it is no more."""
+
+    kind: Literal["session", "thing"]
+    id: int
+    session: Session | None = None
+    thing: Thing | None = None
 
 
-def dumps(kind: Kind, id: int, record: Record) -> bytes:
-    if isinstance(record, Session):
-        record = msgspec.structs.replace(record, attached=set(), away=False)  # the things say who has them open
-    return msgspec.msgpack.encode((kind, id, record))
+class Entry(msgspec.Struct, array_like=True):
+    """The changes of one turn of the broker, whole or not at all."""
+
+    changes: list[Change]
+    last: Last
 
 
-def loads(payload: bytes) -> tuple[Kind, int, Record]:
-    kind, id, raw = _ENVELOPE.decode(payload)
-    found: Record = msgspec.msgpack.decode(raw, type=_TYPES[kind] | None)
-    return kind, id, found
+Entities = dict[Entity, Session | Thing]
+_DECODER = msgspec.msgpack.Decoder(Entry)
+
+
+def dumps(changes: Mapping[Entity, Session | Thing | None], last: Last) -> bytes:
+    entry = Entry([], last)
+    for (kind, id), record in changes.items():
+        if isinstance(record, Session):  # the things say who has them open
+            session = msgspec.structs.replace(record, attached=set(), away=False)
+            entry.changes.append(Change(kind, id, session=session))
+        else:
+            entry.changes.append(Change(kind, id, thing=record))
+    return msgspec.msgpack.encode(entry)
+
+
+def enter(entities: Entities, payload: bytes) -> Last:
+    """Does to `entities` what an entry says."""
+    entry = _DECODER.decode(payload)
+    for change in entry.changes:
+        record = change.session or change.thing
+        if record is None:
+            entities.pop((change.kind, change.id), None)
+        else:
+            entities[change.kind, change.id] = record
+    return entry.last
 
 
 class Journal:
-    """Open for appending. ``entities`` are the records as they stand."""
+    """Open for appending. ``entities`` and ``last`` are as the entries so far say."""
 
-    def __init__(self, path: Path, ledger_inode: int, entities: Entities | None = None) -> None:
+    def __init__(
+        self, path: Path, ledger_inode: int, entities: Entities | None = None, last: Last | None = None
+    ) -> None:
         self.path, self.inode = path, ledger_inode
-        self.entities: Entities = entities or {}
+        self.entities: Entities = dict(entities or {})
+        self.last = last or Last()
         self._region: Region | None = None
         self._end = 0
         self._rewrite()
 
     @classmethod
-    def read(cls, path: Path, ledger_inode: int) -> Entities | None:
+    def read(cls, path: Path, ledger_inode: int) -> tuple[Entities, Last] | None:
         """What the journal of that ledger says; None when there is none, or it is another ledger's."""
         try:
             data = path.read_bytes()
@@ -72,15 +99,23 @@ class Journal:
         if len(data) < _HEAD.size or _HEAD.unpack_from(data) != (MAGIC, ledger_inode):
             return None
         entities: Entities = {}
+        last = Last()
         for payload in _payloads(data):
-            kind, id, record = loads(payload)
-            _enter(entities, kind, id, record)
-        return entities
+            last = enter(entities, payload)
+        return entities, last
 
-    def append(self, kind: Kind, id: int, record: Record) -> None:
-        """The record is in the file when this returns (in the page cache: it outlives us, not the machine)."""
-        _enter(self.entities, kind, id, record)
-        payload = dumps(kind, id, record)
+    def append(self, changes: Mapping[Entity, Session | Thing | None]) -> None:
+        """The entry is in the file when this returns (in the page cache: it outlives us, not the machine)."""
+        for (kind, id), record in changes.items():
+            if record is None:
+                self.entities.pop((kind, id), None)
+            else:
+                self.entities[kind, id] = record
+            if kind == "session":
+                self.last.session = max(self.last.session, id)
+            else:
+                self.last.incarnation = max(self.last.incarnation, id)
+        payload = dumps(changes, self.last)
         assert self._region is not None
         if self._end + _RECORD.size + len(payload) > self._region.nbytes:
             self._rewrite()
@@ -89,15 +124,14 @@ class Journal:
 
     def _rewrite(self) -> None:
         """Everything that stands, in a new file, with room for three times as much. ``OutOfSpace`` leaves the old."""
-        payloads = [dumps(kind, id, record) for (kind, id), record in self.entities.items()]
-        nbytes = max(NBYTES, 4 * sum(len(p) + _RECORD.size for p in payloads))
+        payload = dumps(self.entities, self.last)
+        nbytes = max(NBYTES, 4 * len(payload))
         end = _HEAD.size
 
         def fill(region: Region) -> None:
             nonlocal end
             region.bytes[: _HEAD.size] = _HEAD.pack(MAGIC, self.inode)
-            for payload in payloads:
-                end = _put(region, end, payload)
+            end = _put(region, end, payload)
 
         fresh = self.path.with_name(self.path.name + ".new")
         fresh.unlink(missing_ok=True)
@@ -110,20 +144,6 @@ class Journal:
         if self._region is not None:
             self._region.close()
             self._region = None
-
-
-def _enter(entities: Entities, kind: Kind, id: int, record: Record) -> None:
-    """What a record does to those before it; the highest numbers are kept when their owners are no more."""
-    if record is None:
-        entities.pop((kind, id), None)
-    else:
-        entities[kind, id] = record
-    last = entities.setdefault(("last", 0), Last(0, 0))
-    assert isinstance(last, Last)
-    if kind == "session":
-        last.session = max(last.session, id)
-    elif kind == "thing":
-        last.incarnation = max(last.incarnation, id)
 
 
 def _put(region: Region, end: int, payload: bytes) -> int:

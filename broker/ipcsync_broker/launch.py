@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from ipcsync import __version__, errors, linux, runtime
 from ipcsync.ledger import Header, new_token
 
-from . import takeover
+from . import logs, takeover
 from .model import Quotas, Recover
 from .resources import Resources
 from .server import Server
@@ -31,11 +32,12 @@ def serve(
     *,
     quotas: Quotas | None = None,
     linger: bool = False,
+    http: str | None = None,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Runs a broker in this process until it is told to stop (SIGTERM, SIGINT). ``BrokerRunning`` if one runs there.
 
-    `linger`: it leaves with its last session. `ready` is called once it can be reached.
+    `linger`: it leaves with its last session. `http`: HOST:PORT of its page. `ready` is called once it can be reached.
     """
     where = runtime.directory(directory, create=True)
     os.environ["IPCSYNC_RUNTIME_DIR"] = str(where)  # where the host backend puts memory
@@ -60,10 +62,12 @@ def serve(
             ledger=runtime.LEDGER,
             announce=runtime.announce_endpoint(where),
         )
+        lost = takeover.reopen(opened, state, resources) if opened.taken_over else None
         server = Server(where, state, resources, opened.journal)
-        if opened.taken_over:
-            server.feed(Recover(takeover.reopen(opened, state, resources)))
-        server.serve(ready)
+        if lost is not None:
+            server.feed(Recover(lost))
+        with page(http, where):
+            server.serve(ready)
         opened.journal.close()
         if not state.sessions:  # else they go on, and the next broker takes the page over
             takeover.sweep(where)
@@ -71,6 +75,22 @@ def serve(
             lock.release(unlink=True)
     finally:
         lock.release()
+
+
+@contextmanager
+def page(where: str | None, directory: Path) -> Iterator[None]:
+    """The broker's page at HOST:PORT, for as long as it serves; None: no page."""
+    if where is None:
+        yield
+        return
+    from .http import Page
+
+    made = Page(where, directory)
+    logs.LOG.info("page at %s", made.url)
+    try:
+        yield
+    finally:
+        made.stop()
 
 
 def start(

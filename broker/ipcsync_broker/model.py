@@ -35,6 +35,7 @@ class Session(Struct, kw_only=True):
     away: bool = False  # known from the journal, not heard of since this broker started
     attached: set[int] = set()  # incarnations; the journal has it in the things
     readers: set[tuple[int, int]] = set()  # (incarnation, reader cell)
+    joins: dict[int, tuple[int, int, int]] = {}  # request -> (incarnation, cell, first item), of the last few
 
     @property
     def label(self) -> str:
@@ -53,6 +54,8 @@ class Thing(Struct, kw_only=True):
     via: wire.Via
     lifetime: Literal["session", "broker"]
     creator: int
+    request: int = 0  # the creator's request: sent again to a restarted broker, it gets the same answer
+    writer_request: int = 0  # the same of whoever has the pen
     creator_ended: bool = False
     named: bool = True  # its name still leads to it
     ended: bool = False  # condemned for good (a channel may begin a new epoch instead)
@@ -68,7 +71,7 @@ class Thing(Struct, kw_only=True):
     epoch: int = 1
     condemned: bool = False  # the current epoch has a verdict
     leaving: bool = False  # its recorder let go: the pen comes back when its rounds are complete
-    stream_ended: bool = False
+    stream_ended: Literal["", "closed", "failed"] = ""
 
     @property
     def spec(self) -> wire.ChannelSpec | wire.ArraySpec | None:
@@ -186,13 +189,14 @@ class Announce:
     seq: int
 
 
+Entity = tuple[Literal["session", "thing"], int]  # and its number
+
+
 @dataclass
 class Persist:
-    """A record of the journal: the entity as it is now, None when it is no more."""
+    """One entry of the journal, all of a turn's changes: each entity as it is now, None when it is no more."""
 
-    kind: Literal["session", "thing"]
-    id: int
-    record: Session | Thing | None
+    changes: dict[Entity, Session | Thing | None]
 
 
 @dataclass
@@ -209,10 +213,19 @@ class Leave:
 
 
 @dataclass
+class Next:
+    """An input of our own, to be handled once this turn's outputs are carried out: what the journal says of it must
+    not be written before, or a death in between would leave it undone."""
+
+    item: Input
+
+
+@dataclass
 class OpenCell:
     cell: int
     incarnation: int
     base: int = 0
+    name: str = ""
 
 
 @dataclass
@@ -297,7 +310,7 @@ class NewEpoch:
 @dataclass
 class EndStream:
     thing: Thing
-    session: Session
+    session: Session | None
     reason: Literal["closed", "failed"]
 
 
@@ -342,7 +355,7 @@ class Do:
     token: int = 0
 
 
-Output = Answer | Announce | Persist | Watch | Leave | Do
+Output = Answer | Announce | Persist | Watch | Leave | Next | Do
 
 
 class Facts(Protocol):
@@ -358,11 +371,25 @@ class Facts(Protocol):
         """The first bad round; ``FOREVER`` while there is none."""
         ...
 
+    def opened(self, thing: Thing) -> bool:
+        """Its current cell was given to it, and (a channel) its readers know of the current epoch."""
+        ...
+
+    def readers(self, thing: Thing) -> set[int]:
+        """Reader cells of its control file that are not free."""
+        ...
+
+    def stream_open(self, thing: Thing) -> bool: ...
+
     def highest_item(self, thing: Thing) -> int:
         """The highest item number that the current epoch of a channel may have begun."""
         ...
 
     def dying(self, block: int) -> bool: ...
+
+    def block_session(self, block: int) -> int:
+        """The number of the session that the block was given to."""
+        ...
 
     def closed(self, block: int) -> bool:
         """Nobody holds the life word, and nobody died with it: the session was closed."""

@@ -65,6 +65,7 @@ def _new(state: State, call: Call, kind: wire.Kind, name: str, device: str, via:
         via=via,
         lifetime="broker" if lifetime == "broker" else "session",
         creator=call.session.number,
+        request=call.id,
     )
 
 
@@ -117,7 +118,7 @@ def _made(state: State, call: Call, thing: Thing) -> Struct:
     for old in state.lapsed.get(key, ()):
         for cell in state.things[old].cells:
             state.do(StaleCell(cell))
-    state.do(OpenCell(thing.cell, thing.incarnation))
+    state.do(OpenCell(thing.cell, thing.incarnation, name=thing.name))
     _attach(state, call.session, thing)
     state.announce(thing.namespace, "created", **description(thing))
     state.unpark(key)
@@ -130,6 +131,8 @@ def description(thing: Thing) -> dict[str, object]:
 
 
 def _exists(state: State, call: Call, wanted: Thing, existing: Thing, exist_ok: bool) -> Struct:
+    if (existing.creator, existing.request) == (call.session.number, call.id) and existing.named:
+        return existing.info()  # asked again: the broker that made it did not live to answer
     if not exist_ok:
         raise errors.NameInUse(
             f"{wanted.name!r} exists in namespace {wanted.namespace!r}: open it, unlink it, or pass exist_ok=True",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ipcsync.ledger import FOREVER, Cell
 
 from . import names, pens, sessions
-from .model import FreeCell, Session, SetBlock, SetPen, Thing, Watch
+from .model import DropReader, EndStream, FreeCell, Gone, Next, Session, SetBlock, SetPen, Thing, Watch
 
 if TYPE_CHECKING:
     from .state import State
@@ -30,11 +30,8 @@ def adopt(
         state.heard[session.number] = state.now
     for thing in things:
         state.things[thing.incarnation] = thing
-        for number in list(thing.attached):
-            if number in state.sessions:
-                state.sessions[number].attached.add(thing.incarnation)
-            else:
-                thing.attached.discard(number)
+        for number in thing.attached:
+            state.sessions[number].attached.add(thing.incarnation)
         state.created_by.setdefault(thing.creator, set()).add(thing.incarnation)
         for cell in thing.cells:
             state.by_cell[cell] = thing.incarnation
@@ -49,8 +46,8 @@ def adopt(
     taken = {session.block for session in state.sessions.values()}
     for block in taken:
         state.free_blocks.remove(block)
-    state.cells_used = cells_used
-    state.free_cells = [cell for cell in range(cells_used) if cell not in state.by_cell]
+    state.cells_used = max(cells_used, 1 + max(state.by_cell, default=-1))
+    state.free_cells = [cell for cell in range(state.cells_used) if cell not in state.by_cell]
 
 
 def recover(state: State, lost: set[int]) -> None:
@@ -59,15 +56,15 @@ def recover(state: State, lost: set[int]) -> None:
         state.do(FreeCell(cell))
     for block in state.free_blocks:
         state.do(SetBlock(block, "free", None))
+    for session in list(state.sessions.values()):
+        if state.facts.block_session(session.block) != session.number:
+            sessions.end(state, session)  # it got no answer to its hello
+        elif session.state != "live":
+            state.do(SetBlock(session.block, "dying"))
     for thing in list(state.things.values()):
-        pen = state.sessions.get(thing.pen)
-        if thing.pen and pen is None:
-            pens.drop(state, thing)
-        else:  # journalled, perhaps not yet carried out
-            state.do(SetPen(thing.cell, pen.block if pen else None))
-        verdict = state.facts.verdict(thing.cell)
-        if verdict != FOREVER and not thing.ended:
-            pens.ended(state, thing, verdict, "died", pen)
+        if thing.incarnation not in lost:
+            _finish(state, thing)
+        _agree(state, thing)
     pens.condemn_things(
         state, [t for i in sorted(lost) if (t := state.things.get(i)) is not None], Cell.RESOURCE_LOST, None
     )
@@ -80,9 +77,55 @@ def recover(state: State, lost: set[int]) -> None:
         if session.pid_namespace == state.pid_namespace:
             found = state.facts.process(session.pid)
             if found is None or found[1] != session.start:
-                sessions.gone(state, session)
+                state.out.append(Next(Gone(session.number)))
     for thing in list(state.things.values()):
         names.settle(state, thing)
+
+
+def _finish(state: State, thing: Thing) -> None:
+    """What was journalled and perhaps not carried out is done now, or was never promised to anybody and is undone."""
+    if not thing.ended and not state.facts.opened(thing):
+        if len(thing.cells) == 1:
+            _undo(state, thing)
+            return
+        state.by_cell.pop(thing.cells.pop())
+        thing.cell, thing.epoch = thing.cells[-1], thing.epoch - 1
+        thing.condemned, thing.pen, thing.leaving = True, 0, False
+        state.mark(thing)
+    if thing.spec is None:
+        return
+    if thing.stream_ended and state.facts.stream_open(thing):
+        state.do(EndStream(thing, state.sessions.get(thing.pen), thing.stream_ended))
+    known = {
+        cell for s in state.sessions.values() for incarnation, cell in s.readers if incarnation == thing.incarnation
+    }
+    for cell in state.facts.readers(thing) - known:
+        state.do(DropReader(thing, cell, "gone"))
+
+
+def _undo(state: State, thing: Thing) -> None:
+    """Its creator got no answer: it never was."""
+    thing.pen = 0
+    names.unname(state, thing)
+    for number in list(thing.attached):
+        names.release(state, state.sessions[number], thing)
+    names.settle(state, thing)
+
+
+def _agree(state: State, thing: Thing) -> None:
+    """The ledger's pen is what the tables say, the tables' verdict what the ledger says."""
+    if thing.incarnation not in state.things:
+        return
+    pen = state.sessions.get(thing.pen)
+    if thing.pen and pen is None:
+        pens.drop(state, thing)
+    else:
+        state.do(SetPen(thing.cell, pen.block if pen else None))
+    verdict = state.facts.verdict(thing.cell)
+    if verdict != FOREVER and not thing.ended:
+        pens.ended(state, thing, verdict, "died", pen)
+    elif verdict == FOREVER and thing.condemned:
+        pens.condemn_things(state, [thing], Cell.FAILED, pen)
 
 
 def overdue(state: State, session: Session) -> bool:

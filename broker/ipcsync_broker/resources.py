@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ipcsync import condemn, errors, failpoints, linux, ring, wire
+from ipcsync.backends import host_events
 from ipcsync.ledger import BLOCK_WORDS, FOREVER, Block, Cell, Header, Ledger
 
 from .model import (
@@ -85,6 +86,21 @@ class Resources:
     def verdict(self, cell: int) -> int:
         return int(self.words[self.ledger.cell(cell) + Cell.VERDICT])
 
+    def opened(self, thing: Thing) -> bool:
+        if self.words[self.ledger.cell(thing.cell) + Cell.INCARNATION] != thing.incarnation:
+            return False
+        if thing.channel is None:
+            return True
+        return bool(self.controls[thing.incarnation].words[ring.Head.EPOCH] == thing.epoch)
+
+    def readers(self, thing: Thing) -> set[int]:
+        control = self.controls[thing.incarnation]
+        state = ring.Reader.STATE
+        return {c for c in range(control.max_readers) if control.words[control.reader(c) + state] != ring.Reader.FREE}
+
+    def stream_open(self, thing: Thing) -> bool:
+        return bool(self.controls[thing.incarnation].words[ring.Head.END_AT] == 0)
+
     def highest_item(self, thing: Thing) -> int:
         at = self.ledger.cell(thing.cell)
         begun = max(int(self.words[at + Cell.INTENT]), int(self.words[at + Cell.ISSUED]))
@@ -92,6 +108,10 @@ class Resources:
 
     def dying(self, block: int) -> bool:
         return self.ledger.dying(block)
+
+    def block_session(self, block: int) -> int:
+        at = self.ledger.block(block)
+        return int(self.words[at + Block.SESSION]) if self.words[at + Block.STATE] != Block.FREE else 0
 
     def closed(self, block: int) -> bool:
         return self.words[self.ledger.block(block) + Block.LIFE] & 0xFFFFFFFF == 0
@@ -120,8 +140,8 @@ class Resources:
         """Carries an effect out; what it answers is said where it is defined."""
         words = self.words
         match effect:
-            case OpenCell(cell, incarnation, base):
-                self.ledger.open_cell(cell, incarnation, base=base)
+            case OpenCell(cell, incarnation, base, name):
+                self.ledger.open_cell(cell, incarnation, base=base, name=name)
             case SetPen(cell, block):
                 words[self.ledger.cell(cell) + Cell.RECORDER] = 0 if block is None else block + 1
             case RetireCell(cell):
@@ -155,7 +175,8 @@ class Resources:
                     first_bad=first_bad,
                 )
             case EndStream(thing, session, reason):
-                ring.end(self.controls[thing.incarnation], self.ledger, reason, pid=session.pid, session=session.name)
+                pid, name = (session.pid, session.name) if session else (0, "")
+                ring.end(self.controls[thing.incarnation], self.ledger, reason, pid=pid, session=name)
             case JoinRing(thing, session, body):
                 return self._join(thing, session, body)
             case DropReader(thing, cell, how):
@@ -314,7 +335,7 @@ class Resources:
         for path in self.directory.glob(f"smem-{session.number}-*"):
             path.unlink(missing_ok=True)
         if process_gone:
-            sweep_events(self.directory)
+            host_events.sweep(self.directory)
 
 
 def group_number(name: str) -> int:
@@ -322,14 +343,3 @@ def group_number(name: str) -> int:
     from hashlib import blake2b
 
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") or 1
-
-
-def sweep_events(directory: Path) -> None:
-    """Removes host events of Layer 1 whose creator is gone (LEDGER.md rule 13)."""
-    try:
-        from ipcsync.backends import host
-    except ImportError:
-        return
-    sweep = getattr(host, "sweep", None)
-    if sweep is not None:
-        sweep(directory)

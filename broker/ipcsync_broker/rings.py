@@ -14,6 +14,8 @@ from .model import Done, DropReader, EndStream, JoinRing, NewEpoch, OpenCell, Se
 if TYPE_CHECKING:
     from .state import Call, State
 
+JOINS = 8  # requests that a session may have under way when the broker dies, and get their answers
+
 
 def _channel(state: State, session: Session, incarnation: int) -> Thing:
     thing = names.held(state, session, incarnation)
@@ -26,6 +28,9 @@ def join_writer(state: State, call: Call, body: wire.JoinWriter) -> Struct | Non
     thing = _channel(state, call.session, body.incarnation)
     if thing.stream_ended:
         raise errors.InvalidState(f"the stream of {thing.name!r} has ended for good: create a new channel")
+    if (thing.pen, thing.writer_request, thing.condemned) == (call.session.number, call.id, False):
+        # Asked again: the broker that granted it did not live to answer.
+        return wire.WriterReply(thing.event_info(), thing.epoch, state.facts.issued(thing.cell))
     if thing.pen and (thing.leaving or state.sessions[thing.pen].state != "live"):
         # Its writer is on its way out: it has let go but its last items are not complete, or it is dying but not gone,
         # and what it still writes must not land in what a new writer writes.
@@ -36,6 +41,7 @@ def join_writer(state: State, call: Call, body: wire.JoinWriter) -> Struct | Non
         raise pens.busy(state, thing)
     if not thing.condemned:
         pens.grant(state, call.session, thing)
+        thing.writer_request = call.id
         return wire.WriterReply(thing.event_info(), thing.epoch, state.facts.issued(thing.cell))
     _begin_epoch(state, call, thing)
     return None
@@ -52,8 +58,9 @@ def _begin_epoch(state: State, call: Call, thing: Thing) -> None:
     thing.epoch += 1
     thing.condemned = False
     thing.pen, thing.recorded, thing.leaving = call.session.number, True, False
+    thing.writer_request = call.id
     state.mark(thing)
-    state.do(OpenCell(thing.cell, thing.incarnation, base))
+    state.do(OpenCell(thing.cell, thing.incarnation, base, thing.name))
     state.do(SetPen(thing.cell, call.session.block))
 
     def begun(done: Done) -> None:
@@ -71,7 +78,7 @@ def leave_writer(state: State, call: Call, body: wire.LeaveWriter) -> wire.Empty
     if thing.pen != call.session.number:
         return wire.Empty()
     if body.end and not thing.condemned:
-        thing.stream_ended = True
+        thing.stream_ended = body.end
         state.mark(thing)
         state.do(EndStream(thing, call.session, body.end))
     thing.leaving = True
@@ -81,11 +88,14 @@ def leave_writer(state: State, call: Call, body: wire.LeaveWriter) -> wire.Empty
     return wire.Empty()
 
 
-def join_reader(state: State, call: Call, body: wire.JoinReader) -> None:
+def join_reader(state: State, call: Call, body: wire.JoinReader) -> Struct | None:
     thing = names.held(state, call.session, body.incarnation)
     if thing.spec is None:
         raise errors.InvalidArgument(f"{thing.name!r} is an event: it has no readers")
     session = call.session
+    before = session.joins.get(call.id)
+    if before is not None and before[:2] in session.readers:
+        return wire.ReaderReply(*before[1:])  # asked again: the broker that gave it did not live to answer
 
     def joined(done: Done) -> None:
         if done.error is not None:
@@ -93,10 +103,14 @@ def join_reader(state: State, call: Call, body: wire.JoinReader) -> None:
             return
         reply: wire.ReaderReply = done.result
         session.readers.add((thing.incarnation, reply.cell))
+        session.joins[call.id] = (thing.incarnation, reply.cell, reply.start)
+        while len(session.joins) > JOINS:
+            del session.joins[next(iter(session.joins))]
         state.mark(session)
         state.answer(call.peer, call.id, reply)
 
     state.do(JoinRing(thing, session, body), joined)
+    return None
 
 
 def leave_reader(state: State, call: Call, body: wire.LeaveReader) -> wire.Empty:

@@ -12,15 +12,12 @@ import os
 import queue
 import select
 import signal
-import socket
-import sys
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import zmq
 
@@ -28,6 +25,7 @@ from ipcsync import errors, linux, runtime, wire
 from ipcsync.ledger import Header
 
 from .journal import Journal
+from .logs import LOG, announced
 from .model import (
     Announce,
     Answer,
@@ -37,19 +35,18 @@ from .model import (
     Gone,
     Input,
     Leave,
+    Next,
     Output,
     Persist,
     Received,
-    Session,
     Stop,
-    Thing,
     Tick,
     Watch,
 )
 from .resources import Resources, failpoint
-from .state import State
+from .state import TURN, State
+from .systemd import Watchdog, notify
 
-TURN = 0.02
 BURST = 500  # messages read in one turn at most: a flood does not keep the clock from ticking
 QUEUE = 10_000  # messages kept for one peer that does not read; further ones are dropped
 IPC_FILTER_UID = 59  # ZMQ_IPC_FILTER_UID: libzmq asks SO_PEERCRED and refuses other uids; pyzmq has no name for it
@@ -62,6 +59,7 @@ class Server:
         self.directory, self.state, self.resources, self.journal = directory, state, resources, journal
         self.boot = state.boot
         self.leaving = False
+        self.watchdog = Watchdog()
         self.pending: deque[Input] = deque()
         self.watched: dict[int, int] = {}  # session -> pidfd, -1 where pids mean nothing
         self.by_fd: dict[int, int] = {}
@@ -115,6 +113,7 @@ class Server:
                     words[Header.TICK] = time.monotonic_ns()
                     self._look()
                     self.feed(Tick())
+                    self.watchdog.turn(now)
                 # Sending may have eaten the edge that says that there is something to read: ask before sleeping.
                 if not more and not int(self.router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                     self._sleep(max(0.0, turn - time.monotonic()))
@@ -202,6 +201,7 @@ class Server:
                 self._answer(output)
             case Announce(namespace, kind, body, seq):
                 failpoint("broker.publish")
+                announced(namespace, kind, body)
                 message = wire.Announcement(wire.PROTOCOL_MAX, self.boot, seq, kind, body)
                 self.pub.send_multipart([namespace.encode(), wire.encode(message)], zmq.NOBLOCK)
             case Do(effect, token):
@@ -210,20 +210,22 @@ class Server:
                 else:
                     done = self._apply(output)
                     return done if token else None
-            case Persist(kind, id, record):
+            case Persist():
                 failpoint("journal.write")
-                self._write_down(kind, id, record)
+                self._write_down(output)
             case Watch(number, on):
                 if on:
                     return self._watch(number)
                 self._unwatch(number)
+            case Next(item):
+                return item
             case Leave():
                 self.leaving = True
         return None
 
-    def _write_down(self, kind: Literal["session", "thing"], id: int, record: Session | Thing | None) -> None:
+    def _write_down(self, entry: Persist) -> None:
         try:
-            self.journal.append(kind, id, record)
+            self.journal.append(entry.changes)
         except errors.OutOfSpace as error:  # it is tried again with the next record; until then a restart loses some
             self.state.counts["journal_failures"] += 1
             log(f"journal: {error}")
@@ -257,7 +259,9 @@ class Server:
     # -- processes
 
     def _watch(self, number: int) -> Input | None:
-        session = self.state.sessions[number]
+        session = self.state.sessions.get(number)
+        if session is None:
+            return None  # it came and went in one turn
         if session.pid_namespace != self.state.pid_namespace:
             self.watched[number] = -1  # only its life word speaks for it
             return None
@@ -298,17 +302,5 @@ class Server:
             (self.directory / path).unlink(missing_ok=True)
 
 
-def notify(message: str) -> None:
-    """Tells systemd, if it started us (sd_notify)."""
-    address = os.environ.get("NOTIFY_SOCKET")
-    if not address:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as to:
-        try:
-            to.sendto(message.encode(), "\0" + address[1:] if address[0] == "@" else address)
-        except OSError as error:
-            log(f"sd_notify: {error}")
-
-
 def log(text: str) -> None:
-    print(f"ipcsync broker: {text}", file=sys.stderr, flush=True)
+    LOG.warning("%s", text)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ipcsync import errors, ledger, wire
 
 from . import names, pens, recovery
-from .model import LEASE, QUIET, DropReader, Scavenge, Session, SetBlock, Watch
+from .model import LEASE, QUIET, DropReader, Gone, Next, Scavenge, Session, SetBlock, Watch
 
 if TYPE_CHECKING:
     from .state import Call, State
@@ -178,9 +178,11 @@ def _end_its_work(state: State, session: Session, cause: int, why: str) -> None:
 
 def gone(state: State, session: Session) -> None:
     """The process is gone for good: what it held is nobody's any more."""
-    if session.state == "live":
+    if session.state in ("live", "left"):
         die(state, session)
-    end(state, session, process_gone=True)
+        state.out.append(Next(Gone(session.number)))
+    else:
+        end(state, session, process_gone=True)
 
 
 def end(state: State, session: Session, *, process_gone: bool = False) -> None:

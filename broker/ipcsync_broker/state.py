@@ -18,6 +18,7 @@ from msgspec import Struct
 from ipcsync import errors, wire
 
 from . import names, pens, recovery, rings, sessions
+from .lateness import Lateness
 from .model import (
     LEASE,
     Announce,
@@ -26,6 +27,7 @@ from .model import (
     Done,
     Dying,
     Effect,
+    Entity,
     Facts,
     FreeCell,
     Gone,
@@ -43,6 +45,7 @@ from .model import (
 )  # fmt: skip
 
 Key = tuple[str, str]  # (namespace, name)
+TURN = 0.02  # seconds from one tick to the next
 STALL = 0.25  # a turn this late was the broker's own stall: nobody's silence
 
 
@@ -128,12 +131,13 @@ class State:
         self.building: dict[Key, Thing] = {}
         self.parked: list[Parked] = []
         self.counts: Counter[str] = Counter()
+        self.lateness = Lateness()
         self.last_session = self.last_incarnation = 0
         self.free_blocks = deque(range(self.quotas.sessions))
         self.free_cells: list[int] = []
         self.cells_used = 0
         self.out: list[Output] = []
-        self._marked: dict[tuple[str, int], None] = {}
+        self._marked: dict[Entity, None] = {}
         self._tokens: dict[int, Callable[[Done], None]] = {}
         self._last_token = 0
         self._next_tick = now
@@ -237,14 +241,13 @@ class State:
             self._marked["thing", entity.incarnation] = None
 
     def _journal(self) -> list[Output]:
-        out: list[Output] = []
+        if not self._marked:
+            return []
+        changes: dict[Entity, Session | Thing | None] = {}
         for kind, id in self._marked:
-            if kind == "session":
-                out.append(Persist("session", id, self.sessions.get(id)))
-            else:
-                out.append(Persist("thing", id, self.things.get(id)))
+            changes[kind, id] = self.sessions.get(id) if kind == "session" else self.things.get(id)
         self._marked.clear()
-        return out
+        return [Persist(changes)]
 
     # -- parking
 
@@ -288,6 +291,7 @@ class State:
 
     def _tick(self) -> None:
         late = self.now - self.turned
+        self.lateness.add(late - TURN)
         if late > STALL:
             for number in self.heard:
                 self.heard[number] += late
@@ -329,6 +333,7 @@ class State:
             "version": self.version,
             "uptime": self.now - self.started,
             "seq": self.seq,
+            "loop": self.lateness.told(),
             "counts": dict(self.counts),
             "quotas": msgspec.to_builtins(self.quotas),
             "sessions_total": len(self.sessions),
@@ -339,6 +344,7 @@ class State:
             "sessions": [
                 {
                     "session": s.number,
+                    "block": s.block,
                     "name": s.name,
                     "namespace": s.namespace,
                     "pid": s.pid,

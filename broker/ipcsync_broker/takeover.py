@@ -16,12 +16,13 @@ from pathlib import Path
 import msgspec
 
 from ipcsync import condemn, errors, runtime
+from ipcsync.backends import host_events
 from ipcsync.ledger import Cell, Header, Ledger
 
 from . import recovery
 from .journal import Entities, Journal, Last
 from .model import Quotas, Session, Thing
-from .resources import Resources, failpoint, sweep_events
+from .resources import Resources, failpoint
 from .server import log
 from .state import State
 
@@ -33,7 +34,7 @@ class Page:
     ledger: Ledger
     journal: Journal
     quotas: Quotas
-    taken_over: Entities | None = None
+    taken_over: bool = False
 
 
 def open_page(directory: Path, quotas: Quotas) -> Page:
@@ -42,12 +43,12 @@ def open_page(directory: Path, quotas: Quotas) -> Page:
     found = _readable(path)
     if found is not None:
         inode = path.stat().st_ino
-        entities = _entities(directory / runtime.JOURNAL, inode)
-        if entities and any(isinstance(record, Session | Thing) for record in entities.values()):
+        entities, last = _entities(directory / runtime.JOURNAL, inode) or ({}, Last())
+        if entities:
             failpoint("broker.takeover")
             condemn.finish_begun(found, condemn.Culprit(Cell.DIED))
             limits = msgspec.structs.replace(quotas, sessions=found.sessions, events=found.events)
-            return Page(found, Journal(directory / runtime.JOURNAL, inode, entities), limits, entities)
+            return Page(found, Journal(directory / runtime.JOURNAL, inode, entities, last), limits, taken_over=True)
         _lose(found)
     sweep(directory)
     ledger = Ledger.create(path, sessions=quotas.sessions, events=quotas.events)
@@ -64,7 +65,7 @@ def _readable(path: Path) -> Ledger | None:
         return None
 
 
-def _entities(path: Path, inode: int) -> Entities | None:
+def _entities(path: Path, inode: int) -> tuple[Entities, Last] | None:
     try:
         return Journal.read(path, inode)
     except (msgspec.MsgspecError, OSError) as error:
@@ -84,10 +85,9 @@ def _lose(ledger: Ledger) -> None:
 
 def reopen(page: Page, state: State, resources: Resources) -> set[int]:
     """Fills `state` from the journal and opens what it names; the incarnations that could not be opened."""
-    records = (page.taken_over or {}).values()
+    records, last = page.journal.entities.values(), page.journal.last
     known = [record for record in records if isinstance(record, Session)]
     things = [record for record in records if isinstance(record, Thing)]
-    last = next(record for record in records if isinstance(record, Last))
     used = page.ledger.words[Header.CELLS_USED]
     recovery.adopt(state, known, things, last=(last.session, last.incarnation), cells_used=used)
     lost = set()
@@ -116,4 +116,4 @@ def sweep(directory: Path, keep: Container[str] = (), prefixes: set[str] | froze
         kept = path.name in keep or any(path.name.startswith(prefix) for prefix in prefixes)
         if kind and not kept and found.st_uid == os.getuid() and _OURS.fullmatch(path.name):
             path.unlink(missing_ok=True)
-    sweep_events(directory)
+    host_events.sweep(directory)

@@ -116,3 +116,16 @@ class HostEvent:
     def close(self) -> None:
         if self._ours:
             self._path.unlink(missing_ok=True)
+
+
+def sweep(directory: Path) -> None:
+    """Removes the events of a runtime directory whose creator is gone: pid and start time name it for good."""
+    for path in (directory / "l1").glob("*"):
+        try:
+            region = Region.open(path, writable=False)
+        except OSError:
+            continue  # just removed by its creator, or no file of ours
+        creator, start = region.words[_CREATOR], region.words[_START]
+        region.close()
+        if linux.start_time(creator) != start:
+            path.unlink(missing_ok=True)

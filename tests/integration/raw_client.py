@@ -30,7 +30,7 @@ class Raw:
         self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.connect(runtime.broker_endpoint(directory))
-        self.sent = 0
+        self.sent = 1 << 40  # ids of its own, far from those of garbage
         self.welcome: wire.Welcome
 
     def hello(self, name: str = "raw", **changed: Any) -> Raw:
@@ -45,9 +45,11 @@ class Raw:
         self.socket.send(wire.encode(wire.Request(wire.PROTOCOL_MAX, self.sent, op, plain, left)))
 
     def receive(self, op: str) -> Any:
-        """The next reply, typed; a ``Failure`` is returned, not raised."""
-        assert self.socket.poll(TIMEOUT), f"no answer to {op}"
-        reply = wire.decode(self.socket.recv(), wire.Reply)
+        """The reply to the last request sent, typed; a ``Failure`` is returned, not raised."""
+        reply = None
+        while reply is None or reply.id != self.sent:
+            assert self.socket.poll(TIMEOUT), f"no answer to {op}"
+            reply = wire.decode(self.socket.recv(), wire.Reply)
         if reply.error is not None:
             return reply.error
         kind = wire.OPS[op][1]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 
 from ipcsync import wire
 
-from ..harness import Broker
+from ..harness import Broker, wait_until
 from .raw_client import Clients, Raw, hello
 
 FRAMES = 100_000
@@ -34,11 +36,11 @@ WRECKS = [
 ]  # fmt: skip
 
 
-def requests() -> list[dict[str, Any]]:
-    """One valid request of every operation, as plain values."""
+def requests(pid: int) -> list[dict[str, Any]]:
+    """One valid request of every operation, as plain values; `pid` says hello."""
     field = wire.FieldSpec("array", (4,), "uint8")
     bodies: dict[str, msgspec.Struct] = {
-        "hello": hello("hostile"),
+        "hello": hello("hostile", pid=pid),
         "create_event": wire.CreateEvent("e1", "cpu"),
         "create_channel": wire.CreateChannel("c1", "cpu", wire.ChannelSpec(fields=(field,), stride=256, depth=2)),
         "create_array": wire.CreateArray("a1", "cpu", wire.ArraySpec(fields=(field,))),
@@ -77,15 +79,20 @@ def mutate(value: Any, rng: random.Random) -> Any:
     return [*value[:at], mutate(value[at], rng), *value[at + 1 :]]
 
 
-def frames(rng: random.Random, count: int) -> Iterator[list[bytes]]:
-    valid = requests()
+def frames(rng: random.Random, count: int, pid: int) -> Iterator[list[bytes]]:
+    valid = requests(pid)
     for _ in range(count):
         kind = rng.random()
         packed = msgpack.packb(rng.choice(valid))
         if kind < 0.55:
-            value = rng.choice(valid)
+            value = dict(rng.choice(valid))
             for _ in range(rng.randrange(1, 4)):
-                value = mutate(value, rng)
+                if rng.random() < 0.7 and isinstance(value.get("body"), dict):
+                    value["body"] = mutate(value["body"], rng)  # so that most get as far as the operation itself
+                else:
+                    value = mutate(value, rng)
+                if not isinstance(value, dict):
+                    break
             try:
                 packed = msgpack.packb(value)
             except (OverflowError, ValueError):
@@ -110,15 +117,16 @@ def frames(rng: random.Random, count: int) -> Iterator[list[bytes]]:
 @pytest.mark.watchdog(300)
 def test_a_hundred_thousand_frames(broker: Broker, runtime: Path) -> None:
     clients = Clients(runtime)
+    hostile = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])  # whose sessions they are
     try:
         live = clients.session("live", namespace="live")
         event = live.call("create_event", wire.CreateEvent("mine", "cpu"))
         live.call("pen", wire.Pen(event.incarnation))
-        stranger, member = clients.raw(), clients.session("hostile")
+        stranger, member = clients.raw(), clients.session("hostile", pid=hostile.pid)
         before = counts(live)
         rng = random.Random(SEED)
         served = 0
-        for n, message in enumerate(frames(rng, FRAMES)):
+        for n, message in enumerate(frames(rng, FRAMES, hostile.pid)):
             # A member is a session: its requests reach the handlers. A `bye` is not among them.
             (member if n % 3 else stranger).socket.send_multipart(message)
             if n % 1000 == 0:
@@ -135,8 +143,12 @@ def test_a_hundred_thousand_frames(broker: Broker, runtime: Path) -> None:
         assert after["bad_messages.undecodable"] > 10_000
         assert after.get("broker_errors", 0) == 0, broker.log()
         assert live.call("pen", wire.Pen(event.incarnation)) == wire.PenReply(0)
+        hostile.kill()
+        wait_until(lambda: live.call("status", wire.Status())["sessions_total"] == 1, "the end of all that was hostile")
         assert live.call("bye", wire.Bye()) == wire.Empty()
     finally:
+        hostile.kill()
+        hostile.wait()
         clients.close()
 
 

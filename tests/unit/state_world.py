@@ -48,26 +48,34 @@ class Cell:
         self.pen: int | None = None
 
 
+class Killed(Exception):
+    """The broker died here."""
+
+
 class World:
     """Facts for the state, and its outputs carried out. ``answers[peer]`` are the replies as they came."""
 
     def __init__(self, quotas: Quotas | None = None, linger: float | None = None) -> None:
         self.now = 0.0
+        self.requests = 0
         self.processes: dict[int, tuple[str, int, int]] = {}
         self.cells: dict[int, Cell] = {}
         self.dead_blocks: set[int] = set()
         self.closed_blocks: set[int] = set()
         self.waits: set[int] = set()  # blocks with device waits outstanding
         self.blocks: dict[int, str] = {}
-        self.readers: set[tuple[int, int]] = set()
+        self.owners: dict[int, int] = {}
+        self.places: set[tuple[int, int]] = set()  # reader cells that are not free
+        self.ended: set[int] = set()  # streams
         self.watched: set[int] = set()
         self.built: set[int] = set()
         self.held_builds: list[Do] | None = None  # a list: builds wait in it, as on the worker thread
         self.build_error: Exception | None = None
         self.answers: dict[bytes, deque[Answer]] = {}
         self.announced: list[Announce] = []
-        self.journal: dict[tuple[str, int], Any] = {}
+        self.journal: journal.Entities = {}
         self.order: list[str] = []
+        self.kill_in: int | None = None  # the broker dies after so many outputs more
         self.left = False
         self.quotas, self.linger = quotas or Quotas(sessions=8, events=8), linger
         self.state = self._state()
@@ -86,14 +94,15 @@ class World:
 
     def restart(self, lost: set[int] | None = None) -> None:
         """The broker is killed between two turns, and another takes over what the journal and the ledger say."""
-        self.held_builds, self.watched, self.announced = None, set(), []
+        self.held_builds, self.watched, self.announced, self.kill_in = None, set(), [], None
         self.answers.clear()
         last = (self.state.last_session, self.state.last_incarnation)
         used = max(self.cells, default=-1) + 1
         self.state = self._state()
-        records = [journal.loads(journal.dumps(kind, id, r))[2] for (kind, id), r in self.journal.items()]  # type: ignore[arg-type]
-        known = [record for record in records if isinstance(record, Session)]
-        things = [record for record in records if isinstance(record, Thing)]
+        records: journal.Entities = {}
+        journal.enter(records, journal.dumps(self.journal, journal.Last()))
+        known = [record for record in records.values() if isinstance(record, Session)]
+        things = [record for record in records.values() if isinstance(record, Thing)]
         self.built &= {thing.incarnation for thing in things}
         recovery.adopt(self.state, known, things, last=last, cells_used=used)
         self.feed(model.Recover(lost or set()))
@@ -109,8 +118,20 @@ class World:
     def verdict(self, cell: int) -> int:
         return self.cells[cell].verdict
 
+    def block_session(self, block: int) -> int:
+        return self.owners[block] if self.blocks.get(block, "free") != "free" else 0
+
     def closed(self, block: int) -> bool:
         return block in self.closed_blocks
+
+    def opened(self, thing: Thing) -> bool:
+        return thing.cell in self.cells and self.cells[thing.cell].incarnation == thing.incarnation
+
+    def readers(self, thing: Thing) -> set[int]:
+        return {cell for incarnation, cell in self.places if incarnation == thing.incarnation}
+
+    def stream_open(self, thing: Thing) -> bool:
+        return thing.incarnation not in self.ended
 
     def highest_item(self, thing: Thing) -> int:
         return self.cells[thing.cell].issued
@@ -139,9 +160,17 @@ class World:
         }  # fmt: skip
         return self.call(peer, "hello", wire.Hello(**{**fields, **changed}))
 
-    def send(self, peer: bytes, op: str, body: msgspec.Struct, left: float | None = 5.0, v: int = 1) -> None:
+    def send(
+        self, peer: bytes, op: str, body: msgspec.Struct, left: float | None = 5.0, v: int = 1, id: int = 0
+    ) -> None:
         plain = msgspec.to_builtins(body, builtin_types=(bytes,))
-        self.feed(Received(peer, wire.Request(v, len(self.order), op, plain, left)))
+        self.requests += 1
+        self.feed(Received(peer, wire.Request(v, id or 1000 + self.requests, op, plain, left)))
+
+    def ask(self, peer: bytes, op: str, body: msgspec.Struct, id: int) -> Any:
+        """A call with a request number of its own."""
+        self.send(peer, op, body, id=id)
+        return self.answer(peer, op)
 
     def answer(self, peer: bytes, op: str) -> Any:
         """The next reply, typed; None when there is none (yet)."""
@@ -183,6 +212,10 @@ class World:
             assert kinds == sorted(kinds, reverse=True), "the journal comes first"
             for output in outputs:
                 self.order.append(type(output).__name__)
+                if self.kill_in is not None:
+                    if self.kill_in == 0:
+                        raise Killed
+                    self.kill_in -= 1
                 done = self._carry_out(output)
                 if done is not None:
                     following.append(done)
@@ -198,13 +231,12 @@ class World:
                 self.answers.setdefault(output.peer, deque()).append(output)
             case Announce():
                 self.announced.append(output)
-            case Persist(kind, id, record):
-                if record is None:
-                    self.journal.pop((kind, id), None)
-                else:
-                    self.journal[kind, id] = journal.loads(journal.dumps(kind, id, record))[2]
+            case Persist(changes):
+                journal.enter(self.journal, journal.dumps(changes, journal.Last()))
             case Watch(number, on):
                 (self.watched.add if on else self.watched.discard)(number)
+            case model.Next(item):
+                return item
             case Leave():
                 self.left = True
             case Do(effect, token):
@@ -230,8 +262,10 @@ class World:
                 self.cells.pop(cell, None)
             case SetPen(cell, block):
                 self.cells[cell].pen = block
-            case SetBlock(block, state, _):
+            case SetBlock(block, state, session):
                 if state == "live":
+                    assert session is not None
+                    self.owners[block] = session.number
                     assert self.blocks.get(block, "free") == "free"
                     self.dead_blocks.discard(block)
                 if state != "leased":
@@ -253,13 +287,15 @@ class World:
                 self.built.discard(thing.incarnation)
             case JoinRing(thing, _, _):
                 for cell in range(2):
-                    if (thing.incarnation, cell) not in self.readers:
-                        self.readers.add((thing.incarnation, cell))
+                    if (thing.incarnation, cell) not in self.places:
+                        self.places.add((thing.incarnation, cell))
                         return wire.ReaderReply(cell, 1)
                 raise errors.QuotaExceeded("full", resource="readers", limit=2)
+            case model.EndStream(thing):
+                self.ended.add(thing.incarnation)
             case DropReader(thing, cell, how):
                 if how in ("left", "gone"):
-                    self.readers.discard((thing.incarnation, cell))
+                    self.places.discard((thing.incarnation, cell))
         return None
 
     # -- what must always hold
@@ -302,13 +338,12 @@ class World:
         assert len(state.free_blocks) + len(state.sessions) == state.quotas.sessions
         assert {b for b, s in self.blocks.items() if s != "free"} == {s.block for s in state.sessions.values()}
         assert self.watched == set(state.sessions)
-        assert self.readers == {place for s in state.sessions.values() for place in s.readers}
+        assert self.places == {place for s in state.sessions.values() for place in s.readers}
         if self.held_builds is None:
             with_storage = {i for i, t in state.things.items() if t.kind != "event" or t.device != "cpu"}
             assert self.built >= with_storage
             assert self.built <= set(state.things)
-        kept = {(k, i) for k, i in self.journal}
-        assert kept == {("session", n) for n in state.sessions} | {("thing", i) for i in state.things}
+        assert set(self.journal) == {("session", n) for n in state.sessions} | {("thing", i) for i in state.things}
         for (kind, id), record in self.journal.items():
             now: Session | Thing = state.sessions[id] if kind == "session" else state.things[id]
             if isinstance(now, Session):

@@ -229,9 +229,9 @@ def test_reader_cells_come_back_when_the_reader_left_or_is_gone(world: World) ->
     world.call(b"a", "leave_reader", wire.LeaveReader(inc, 1))  # not its own: nothing happens
     world.check()
     world.kill(2, gone=False)
-    assert (inc, 1) in world.readers
+    assert (inc, 1) in world.places
     world.feed(Gone(2))
-    assert not world.readers
+    assert not world.places
     world.check()
 
 
@@ -498,3 +498,22 @@ def test_a_session_that_is_slow_to_come_back_keeps_what_it_has(world: World) -> 
     world.tick(60.0)
     assert world.cells[event.cell].verdict == FOREVER
     assert isinstance(world.hello(b"a2", 11, session=1, held=[{"incarnation": 1}]), wire.Welcome)
+
+
+def test_a_request_sent_again_to_the_next_broker_gets_its_answer(world: World) -> None:
+    """The dead one had done it, and did not live to answer."""
+    channel(world)
+    requests = [
+        (b"a", "create_event", EVENT, 71),
+        (b"a", "join_writer", wire.JoinWriter(1), 72),
+        (b"b", "join_reader", wire.JoinReader(1), 73),
+    ]
+    first = [world.ask(peer, op, body, id) for peer, op, body, id in requests]
+    world.restart()
+    held = [{"incarnation": 1}, {"incarnation": 2}]
+    for peer, pid, number in ((b"a", 11, 1), (b"b", 12, 2)):
+        world.hello(peer, pid, session=number, held=held)
+    assert [world.ask(peer, op, body, id) for peer, op, body, id in requests] == first
+    assert world.ask(b"a", "create_event", EVENT, 99).code == "name_in_use"
+    assert world.ask(b"a", "join_writer", wire.JoinWriter(1), 98).code == "recorder_busy"
+    world.check()
