@@ -59,7 +59,11 @@ class ReadSlot(Slot):
     def confirm(self, timeout: Timeout = UNSET) -> None:
         """The host waits until the item is complete; ``PeerDied`` if it will never be. A commit point: what was read of
         it after this, and computed behind this, comes from finished work."""
-        self._timeline.wait_host(self.number, self._reader.session.deadline(timeout))
+        try:
+            self._timeline.wait_host(self.number, self._reader.session.deadline(timeout))
+        except PeerDied:
+            self._reader._told(self)
+            raise
 
     def release(self, stream: Any = None) -> None:
         """Ends the turn, on `stream` (default: the one it was taken on): once that gets there the buffer may be
@@ -279,7 +283,8 @@ class Reader:
     def _next_writer(self, deadline: Deadline) -> None:
         """The writer of this epoch is dead and everything it completed was taken: raises, or waits for the next."""
         words = self._words
-        if self.on_writer_death == "raise" or words[Head.END_AT]:
+        there_is = words[Head.EPOCH] != self._epoch
+        if self.on_writer_death == "raise" or (words[Head.END_AT] and not there_is):
             self._over = self._timeline.error()
             self._turn.stop()  # no writer after it has to wait for this reader
             raise self._over
@@ -330,6 +335,11 @@ class Reader:
             if self.on_writer_death == "raise":
                 self._turn.stop()
             raise self._timeline.error()
+
+    def _told(self, slot: ReadSlot) -> None:
+        """Its user knows that the item was condemned, and with it whatever came after: that is said once."""
+        if slot._timeline is self._timeline:
+            self._unconfirmed = 0
 
     # -- giving back
 

@@ -62,6 +62,10 @@ def _describe(backend: Backend, device: Device, key: str, array: Any, memory: di
         strides = tuple(int(n) for n in array.strides)
     if any(n < 0 for n in strides):
         raise NotExportable(f"{key!r} runs backwards in memory (strides {strides}): share the array it is a view of")
+    if device.type == "cpu":
+        import numpy
+
+        array = numpy.asarray(array)  # a view of torch's
     whole, offset = backend.export(array)
     if whole.handle not in memory:
         memory[whole.handle] = MemoryInfo(whole.handle, whole.nbytes, backend.uuid(device.index))

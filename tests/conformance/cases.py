@@ -1,0 +1,84 @@
+"""What the tests of channels and arrays need of a device, the same on every backend: a :class:`Case`."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+import ipcsync
+
+from ..harness import TIMEOUT, Gate
+
+
+class Case:
+    """A device: new streams, something that holds one of them, arrays that can be exported. Made anew in children."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._gates: list[Gate] = []
+        self._files: list[Path] = []
+
+    @property
+    def xp(self) -> Any:
+        if self.device == "cpu":
+            return numpy
+        import cupy
+
+        return cupy
+
+    def stream(self) -> ipcsync.Stream:
+        return ipcsync.Stream(self.device)
+
+    def array(self, values: Any, dtype: str) -> Any:
+        return self.xp.asarray(values, dtype=dtype)
+
+    def fill(self, stream: ipcsync.Stream, array: Any, value: int) -> None:
+        """Writes `value` all over `array` when the stream gets there."""
+        stream.enqueue(array.__setitem__, ..., value)
+
+    def copy_later(self, stream: ipcsync.Stream, array: Any) -> Any:
+        """What `array` holds when the stream gets there, in a new array."""
+        copy = self.xp.empty_like(array, order="C")
+        stream.enqueue(self.xp.copyto, copy, array)
+        return copy
+
+    def hold(self, stream: ipcsync.Stream) -> Gate:
+        """Holds the stream until the gate is opened (or the process ends)."""
+        if self.device != "cpu":
+            pytest.skip("needs a spin kernel to hold a CUDA stream")
+        gate = Gate()
+        self._gates.append(gate)
+        stream.enqueue(gate.hold)
+        assert gate.reached.wait(TIMEOUT)
+        return gate
+
+    def exportable(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """A zeroed array that `share` accepts, owned by the test."""
+        if self.device != "cpu":
+            return self.xp.zeros(shape, dtype)
+        path = Path(os.environ["IPCSYNC_RUNTIME_DIR"]) / f"test-{len(self._files)}"
+        self._files.append(path)
+        count = int(numpy.prod(shape))
+        with path.open("w+b") as file:
+            file.truncate(max(1, count * numpy.dtype(dtype).itemsize))
+            mapped = mmap.mmap(file.fileno(), 0)
+        return numpy.frombuffer(mapped, dtype, count).reshape(shape)
+
+    def close(self) -> None:
+        for gate in self._gates:
+            gate.open()
+        for path in self._files:
+            path.unlink(missing_ok=True)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)], ids=["host", "cuda"])
+def case(request: pytest.FixtureRequest, runtime: Path) -> Iterator[Case]:
+    made = Case(request.param)
+    yield made
+    made.close()
