@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -26,7 +27,7 @@ from ..harness import Broker, Runtime
 from .flows import FLOWS, Flow
 from .trips import TRIPS, Trip
 
-FRAME = (1080, 1920, 3)
+SIZES = {"1 KiB": (1024,), "64 KiB": (65536,), "1080p frame, 6.2 MB": (1080, 1920, 3)}
 
 
 def _serve(contestant: Any, commands: Connection) -> None:
@@ -112,7 +113,7 @@ def trips(repeats: int, count: int) -> dict[str, dict[str, float]]:
     }
 
 
-def flows(repeats: int, count: int, shape: tuple[int, ...] = FRAME) -> dict[str, dict[str, float]]:
+def flows(repeats: int, count: int, shape: tuple[int, ...]) -> dict[str, dict[str, float]]:
     """Items a second, one producer and one consumer."""
     numbers: dict[str, int] = {}
 
@@ -155,10 +156,14 @@ def machine() -> dict[str, Any]:
 
 
 def measure(*, quick: bool) -> dict[str, Any]:
+    repeats = 2 if quick else 10
     return {
         "machine": machine(),
-        "round_trip": trips(2 if quick else 10, 100 if quick else 2000),
-        "frames_1080p": flows(2 if quick else 10, 5 if quick else 100),
+        "round_trip": trips(repeats, 100 if quick else 2000),
+        "items": {
+            size: flows(repeats, 5 if quick else max(100, 2_000_000 // math.prod(shape)), shape)
+            for size, shape in SIZES.items()
+        },
         "import": imports(2 if quick else 15),
     }
 
@@ -172,17 +177,15 @@ def report(result: dict[str, Any]) -> str:
         f"| {name} | {row['median_us']:.1f} | {row['p99_us']:.1f} | {row['median_us'] / ours:.2f} |"
         for name, row in result["round_trip"].items()
     ]
-    ours = result["frames_1080p"]["ipcsync channel"]["median_per_s"]
-    lines += [
-        "",
-        "| 1080p frames, one writer, one reader | items a second | least, most | ours ÷ |",
-        "|---|---|---|---|",
-    ]
-    lines += [
-        f"| {name} | {row['median_per_s']:.0f} | {row['min_per_s']:.0f}, {row['max_per_s']:.0f} "
-        f"| {ours / row['median_per_s']:.2f} |"
-        for name, row in result["frames_1080p"].items()
-    ]
+    for size, rows in result["items"].items():
+        ours = rows["ipcsync channel"]["median_per_s"]
+        lines += ["", f"| items of {size}, one writer, one reader | items a second | least, most | ours ÷ |"]
+        lines += ["|---|---|---|---|"]
+        lines += [
+            f"| {name} | {row['median_per_s']:,.0f} | {row['min_per_s']:,.0f}, {row['max_per_s']:,.0f} "
+            f"| {ours / row['median_per_s']:.2f} |"
+            for name, row in rows.items()
+        ]
     added = result["import"]
     lines += ["", f"import ipcsync adds {added['added_ms']:.0f} ms to a bare interpreter's {added['bare_ms']:.0f} ms"]
     return "\n".join(lines)
