@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from .trace_summary import Summary, load, sentence, summarise
+from .trace_summary import Summary, begins, load, sentence, summarise
 
 _COLOURS = {"call": "#4c78a8", "slot": "#a8c5e2", "gpu": "#54a24b", "input": "#e8e8e8", "space": "#f58518"}
 
@@ -76,7 +76,7 @@ def plot(path: Path, picture: Path, seconds: float | None, start: float) -> None
 
 
 def draw(events: Sequence[dict[str, Any]], picture: Path, start: float = 0.0, seconds: float | None = None) -> None:
-    """One row a process, in the order in which their stages began; what waits is drawn over what is busy."""
+    """One row a process, in the order of the flow; what waits is drawn over what is busy."""
     from matplotlib.figure import Figure
 
     spans = [e for e in events if e["ph"] == "X"]
@@ -85,7 +85,7 @@ def draw(events: Sequence[dict[str, Any]], picture: Path, start: float = 0.0, se
     zero = min(e["ts"] for e in spans) + start * 1e6
     until = float("inf") if seconds is None else seconds
     names = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
-    rows = list(dict.fromkeys(e["pid"] for e in sorted(spans, key=lambda e: e["ts"])))
+    rows = sorted({e["pid"] for e in spans}, key=lambda pid: begins(spans, pid))
     figure = Figure(figsize=(12, 1.2 + 0.5 * len(rows)), layout="constrained")
     axes = figure.subplots()
     for kind in ("slot", "call", "gpu", "input", "space"):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from .errors import IpcSyncError
 from .event import Event
 from .stream import Stream
 
@@ -45,8 +46,10 @@ class GpuSpans:
             self._collect(wait=False)
 
     def close(self) -> None:
-        """Waits for what is still under way."""
+        """Waits for what is still under way, and lets the events go."""
         self._collect(wait=True)
+        self._pool.clear()
+        self._zero.clear()
 
     def _event(self, device: str) -> Event:
         with self._lock:
@@ -67,14 +70,17 @@ class GpuSpans:
         left = []
         for pair in pairs:
             device, track, name, begin, end, args = pair
-            if wait:
-                end.synchronize()
-            elif not end.query():
-                left.append(pair)
-                continue
             zero, at = self._zero[device]
-            start = at + int(zero.elapsed_time(begin) * 1e6)
-            stop = start + int(begin.elapsed_time(end) * 1e6)
+            try:
+                if wait:
+                    end.synchronize()
+                elif not end.query():
+                    left.append(pair)
+                    continue
+                start = at + int(zero.elapsed_time(begin) * 1e6)
+                stop = start + int(begin.elapsed_time(end) * 1e6)
+            except IpcSyncError:
+                continue  # the stream has failed: its user is told by the stream itself
             self._recorder.on_track(track, f"{device} stream", name, start, stop, args)
             with self._lock:
                 self._pool[device] += (begin, end)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,8 @@ class Summary:
 
     @property
     def bottleneck(self) -> StageTime | None:
-        """The stage that was busy for the greatest share of its time: the others wait for it, one way or the other."""
-        return max(self.stages, key=lambda s: s.share, default=None)
+        """The stage that was busy longest, each of its replicas: no run could have been shorter than that."""
+        return max(self.stages, key=lambda s: s.busy / s.processes, default=None)
 
     def as_json(self) -> dict[str, Any]:
         stages = [{**asdict(s), "busy": s.busy, "share": s.share} for s in self.stages]
@@ -66,15 +66,22 @@ def load(path: Path) -> list[dict[str, Any]]:
     return events
 
 
+def begins(events: Sequence[Mapping[str, Any]], pid: int) -> float:
+    """When a process first had an item (microseconds): stages in this order are in the order of the flow."""
+    own = [e for e in events if e["pid"] == pid and e["ph"] == "X"]
+    return min((e["ts"] for e in own if e.get("cat") == "slot"), default=max((e["ts"] for e in own), default=0.0))
+
+
 def summarise(events: Iterable[Mapping[str, Any]]) -> Summary:
     """Only the thread that runs a stage counts: its ``stage`` span, and the waits and calls within."""
+    spans = list(events)
     runs: dict[tuple[int, int], Mapping[str, Any]] = {}
     waits: dict[tuple[int, int], list[Mapping[str, Any]]] = defaultdict(list)
     calls: dict[tuple[int, int], int] = defaultdict(int)
     gpu: dict[int, float] = defaultdict(float)
     began: dict[tuple[str, Any], float] = {}
     hops: dict[str, list[float]] = defaultdict(list)
-    for event in events:
+    for event in spans:
         phase, category = event["ph"], event.get("cat")
         if category == "hop" and phase in "be":
             key = (event["name"], event["id"])
@@ -104,8 +111,11 @@ def summarise(events: Iterable[Mapping[str, Any]]) -> Summary:
         for wait in waits[thread]:
             kind = _WAITS.get(wait.get("args", {}).get("for"), "input")
             setattr(stage, kind, getattr(stage, kind) + wait["dur"] / 1e6)
-    order = sorted(stages.values(), key=lambda s: min(r["ts"] for r in runs.values() if r["name"] == s.name))
-    return Summary(order, {name: sorted(values) for name, values in sorted(hops.items())})
+    order = {run["name"]: begins(spans, pid) for (pid, _), run in runs.items()}
+    return Summary(
+        sorted(stages.values(), key=lambda s: order[s.name]),
+        {name: sorted(values) for name, values in sorted(hops.items())},
+    )
 
 
 def _at(values: list[float], share: float) -> float | None:
@@ -117,4 +127,5 @@ def sentence(summary: Summary) -> str:
     slow = summary.bottleneck
     if slow is None:
         return "no stage is in this trace"
-    return f"bottleneck: {slow.name} (busy {slow.share:.0%} of its time)"
+    each = " each" if slow.processes > 1 else ""
+    return f"bottleneck: {slow.name} (busy for {slow.busy / slow.processes:.2f} s{each}, {slow.share:.0%} of its time)"

@@ -143,7 +143,7 @@ def test_the_summary_names_the_stage_that_the_others_wait_for() -> None:
     assert (by_name["edges"].input, by_name["edges"].space, by_name["edges"].busy) == (1.5, 0.5, 18.0)
     assert by_name["save"].busy == pytest.approx(1.0)
     assert summary.hops == {"frames": [0.00025]}
-    assert sentence(summary) == "bottleneck: edges (busy 90% of its time)"
+    assert sentence(summary) == "bottleneck: edges (busy for 9.00 s each, 90% of its time)"
     assert json.loads(json.dumps(summary.as_json()))["bottleneck"] == "edges"
     assert sentence(summarise([])) == "no stage is in this trace"
 

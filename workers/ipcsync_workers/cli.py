@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import click
 
 from ipcsync.errors import BrokerUnavailable, IpcSyncError, PermissionDenied, PipelineInvalid, RuntimeDirectory
+from ipcsync.trace import merge
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,17 +31,20 @@ DONE, FAILED, INVALID, NO_BROKER, INTERRUPTED = 0, 1, 2, 3, 130
     help="Override a key of the file: --set stages.read.params.folder=DIR. May be given many times.",
 )
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the closing table to a file as JSON.")
-def run(file: Path, overrides: tuple[str, ...], json_file: Path | None) -> None:
+@click.option("--trace", "trace_file", type=click.Path(path_type=Path), help="Write a Chrome/Perfetto trace to a file.")
+def run(file: Path, overrides: tuple[str, ...], json_file: Path | None, trace_file: Path | None) -> None:
     """Run the pipeline in FILE until its sources are exhausted.
 
     A broker is started if none runs. Ctrl-C finishes the items that were begun; a second one stops at once. Exit
     status: 0 done, 1 a stage failed, 2 the file or the arguments are wrong, 3 no broker could be reached or started,
     130 interrupted.
     """
-    sys.exit(run_file(file, overrides, json_file))
+    sys.exit(run_file(file, overrides, json_file, trace_file))
 
 
-def run_file(file: Path, overrides: tuple[str, ...] = (), json_file: Path | None = None) -> int:
+def run_file(
+    file: Path, overrides: tuple[str, ...] = (), json_file: Path | None = None, trace_file: Path | None = None
+) -> int:
     """What the command does; returns its exit status."""
     from .pipeline import load
     from .report import report, table
@@ -45,12 +52,13 @@ def run_file(file: Path, overrides: tuple[str, ...] = (), json_file: Path | None
     from .terminal import Terminal
 
     errors = _console(stderr=True)
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise click.UsageError(f"--json: there is no folder {json_file.absolute().parent}")
+    for option, wanted in (("--json", json_file), ("--trace", trace_file)):
+        if wanted is not None and not wanted.absolute().parent.is_dir():
+            raise click.UsageError(f"{option}: there is no folder {wanted.absolute().parent}")
     try:
         pipeline = load(file, overrides)
-        with Terminal(errors, list(pipeline.stages)) as show:
-            supervisor = Supervisor(pipeline, show)
+        with _traced(trace_file) as parts, Terminal(errors, list(pipeline.stages)) as show:
+            supervisor = Supervisor(pipeline, show, trace=parts)
             supervisor.run()
     except KeyboardInterrupt:  # before there was anything to drain
         return INTERRUPTED
@@ -75,6 +83,19 @@ def run_file(file: Path, overrides: tuple[str, ...] = (), json_file: Path | None
     if record["status"] == "interrupted":
         return 128 + (supervisor.interrupted or 0)
     return DONE if record["status"] == "done" else FAILED
+
+
+@contextmanager
+def _traced(out: Path | None) -> Iterator[Path | None]:
+    """A folder for the workers' parts of a trace, merged into `out` however the run ends; None: no trace."""
+    if out is None:
+        yield None
+        return
+    with TemporaryDirectory(prefix="ipcsync-trace-") as folder:
+        try:
+            yield Path(folder)
+        finally:
+            merge(sorted(Path(folder).iterdir()), out)
 
 
 def _console(*, stderr: bool = False) -> Console:

@@ -31,6 +31,7 @@ class Plan(Struct, tag=True):
     keep_open: bool  # may be restarted: on failure its channels are left, not ended
     patient: list[str]  # inputs whose writer may be restarted: wait for the next one
     resume: dict[str, int] | None = None  # started again: the last item finished of each input
+    trace: str = ""  # folder of the trace's parts; empty: no trace
 
 
 class Ready(Struct, tag=True):

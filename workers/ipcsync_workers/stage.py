@@ -27,9 +27,10 @@ import inspect
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from ipcsync import trace
 from ipcsync.errors import InvalidState
 
 from .calls import PER_ITEM
@@ -81,7 +82,11 @@ class Input:
         for slot in self._reader.slots(self._stage.stream, timeout=timeout):
             if self._taken(slot):
                 nbytes = _nbytes(slot)
-                yield slot
+                if self._stage.outputs:
+                    yield slot
+                else:
+                    with _timed(self._stage):
+                        yield slot
                 self._port.count(slot.number, nbytes)
 
     @contextmanager
@@ -121,10 +126,19 @@ class Output:
         if self._stage.draining and not self._stage.inputs:
             raise Drained
         with self._writer.slot(self._stage.stream, meta=dict(meta or {}), timeout=timeout) as slot:
-            yield slot
+            with _timed(self._stage):
+                yield slot
             nbytes = 0 if slot.number is None else _nbytes(slot)
         if slot.number is not None:  # else it was discarded
             self._port.count(slot.number, nbytes)
+
+
+def _timed(stage: Stage) -> AbstractContextManager[None]:
+    """For a trace: the time that the device takes for what the block enqueues."""
+    recorder = trace.ACTIVE
+    if recorder is None or stage.device.type == "cpu":
+        return nullcontext()
+    return recorder.gpu(stage.name, stage.stream)
 
 
 class Stage:
@@ -236,7 +250,8 @@ def _each(function: Callable[..., Any], stage: Stage) -> None:
     source, sink = stage.input, stage.output
     for slot in source.slots():
         with sink.slot(meta=slot.meta) as out:
-            returned = function(_content(slot), _content(out), out.meta, **keywords)
+            with trace.span("call", stage.name):
+                returned = function(_content(slot), _content(out), out.meta, **keywords)
             if returned is not None:
                 raise TypeError(
                     f"{function.__name__} returned a {type(returned).__name__}: a per_item function fills `out` in "

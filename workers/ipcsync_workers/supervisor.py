@@ -61,8 +61,11 @@ class StageRun:
 class Supervisor:
     """One run of a pipeline. :meth:`run` returns when everything it started is gone again."""
 
-    def __init__(self, pipeline: Pipeline, show: Show, *, directory: Path | None = None) -> None:
+    def __init__(
+        self, pipeline: Pipeline, show: Show, *, directory: Path | None = None, trace: Path | None = None
+    ) -> None:
         self.pipeline, self.show = pipeline, show
+        self.trace = trace  # a folder: each worker writes its part of a trace there
         self.stages = {name: StageRun(name, plan) for name, plan in pipeline.stages.items()}
         self.namespace = f"{pipeline.settings.name}-{secrets.token_hex(4)}"
         self.directory = runtime.directory(directory, create=True)
@@ -168,6 +171,7 @@ class Supervisor:
                 keep_open=plan.restart == "on-failure" and stage.restarts < plan.restart_limit,
                 patient=[name for name in plan.inputs if writers[name].restart == "on-failure"],
                 resume=resume,
+                trace="" if self.trace is None else str(self.trace),
             ),
             stage.counters,
             lambda text: self.show.line(stage.name, text),

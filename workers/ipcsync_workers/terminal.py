@@ -44,8 +44,8 @@ class Terminal:
 
     def line(self, stage: str, text: str) -> None:
         """A line that a stage printed."""
-        shown = Text(f"{stage:<{self._width}} | ", style=self._colour.get(stage, ""))
-        shown.append(Text.from_ansi(text) if self._console.is_terminal else Text(text), style="default")
+        shown = Text.assemble((f"{stage:<{self._width}} | ", self._colour.get(stage, "")))
+        shown.append_text(Text.from_ansi(text) if self._console.is_terminal else Text(text))
         self._print(shown)
 
     def notice(self, text: str) -> None:

@@ -18,9 +18,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ipcsync.device import as_device
-
 import ipcsync
+from ipcsync import trace
+from ipcsync.device import as_device
 from ipcsync.errors import PeerDied, SessionClosed
 
 from . import messages
@@ -48,10 +48,13 @@ def main(fd: int) -> int:
     if plan is None:
         return 1
     signal.signal(signal.SIGTERM, _stop)
+    if plan.trace:
+        trace.start(Path(plan.trace), plan.stage)
     counters = Counters(plan.counters, plan.inputs, plan.outputs)
     counts: dict[str, int] = {}
     try:
         with ExitStack() as stack:
+            stack.callback(trace.stop)
             _work(plan, end, counters, counts, stack)
     except (Stopped, SessionClosed):
         messages.send(end, messages.Failed("", True, counts))
@@ -97,7 +100,8 @@ def _work(
     messages.send(end, messages.Ready())
     go.wait()
     try:
-        run(function, stage)
+        with trace.span("stage", plan.stage):
+            run(function, stage)
     finally:
         counts.update(stage.counts)
 
@@ -105,11 +109,11 @@ def _work(
 def _leave(writer: Any, *, detach: bool) -> Callable[..., None]:
     """Ends the writer's channel as the stage ended; one that may be started again leaves it open when it failed."""
 
-    def leave(kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+    def leave(kind: type[BaseException] | None, error: BaseException | None, where: Any) -> None:
         if error is not None and detach:
             writer.detach()
         else:
-            writer.__exit__(kind, error, trace)
+            writer.__exit__(kind, error, where)
 
     return leave
 
@@ -134,10 +138,10 @@ def _explain(error: BaseException) -> str:
     if isinstance(error, CallInvalid):
         return str(error)
     ours = str(Path(__file__).parent) + os.sep
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
-        trace = trace.tb_next
-    shown = traceback.TracebackException(type(error), error, trace or error.__traceback__)
+    where = error.__traceback__
+    while where is not None and where.tb_frame.f_code.co_filename.startswith(ours):
+        where = where.tb_next
+    shown = traceback.TracebackException(type(error), error, where or error.__traceback__)
     return "".join(shown.format())[-messages.LARGEST // 2 :]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ def read(stage: Stage) -> None:
 
 
 @per_item
-def edges(array: Any, out: Any, meta: dict[str, Any], *, xp: Any) -> None:
-    """The edges of one picture."""
+def edges(array: Any, out: Any, meta: dict[str, Any], *, xp: Any, slow: float = 0.0) -> None:
+    """The edges of one picture. `slow`: seconds that each takes longer, for a bottleneck to look for in a trace."""
+    time.sleep(slow)
     out[...] = imaging.find_edges(array, xp)
 
 
