@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from ipcsync import config
+from ipcsync_workers import schema
 
 from ..harness import Broker
 from .pages import ROOT, Page, Step, pages
@@ -79,9 +83,29 @@ def test_every_directive_is_one_that_we_know() -> None:
             assert set(block.says) <= known, f"{page.name}:{block.line}"
 
 
+def test_every_setting_is_documented() -> None:
+    text = (ROOT / "docs" / "reference" / "environment.md").read_text()
+    said = re.findall(r"^\| `([\w.]+)` \| `(\w+)` \|", text, re.MULTILINE)
+    assert said == [(setting.key, setting.variable) for setting in config.settings().values()]
+
+
+def test_every_key_of_a_pipeline_is_documented() -> None:
+    text = (ROOT / "docs" / "reference" / "pipeline-file.md").read_text()
+    said = {
+        section.split("]`")[0].strip("[`"): re.findall(
+            r"`([a-z_]+)`", " ".join(re.findall(r"^\| (`.*?) \|", section, re.M))
+        )
+        for section in text.split("\n## ")[1:]
+    }
+    for table, struct in (
+        ("pipeline", schema.Settings),
+        ("channels.NAME", schema.ChannelPlan),
+        ("stages.NAME", schema.StagePlan),
+    ):
+        assert said[table] == list(struct.__struct_fields__), table
+
+
 def test_links_lead_somewhere() -> None:
     """Links of README between files (those inside docs/ are Sphinx's to check)."""
-    import re
-
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / "README.md").read_text()):
         assert (ROOT / target).exists(), target
