@@ -189,7 +189,9 @@ class Reader:
                         deadline,
                         check=self._between,
                         what=lambda: f"item {self._turn.next} of {self.channel.name!r}",
-                        waiting=self.session.waits.host.of(ISSUED, self._timeline.cell, number, self.channel.name),
+                        waiting=lambda: self.session.waits.host.of(
+                            ISSUED, self._timeline.cell, self._turn.next, self.channel.name
+                        ),
                     )
                 except _Changed:
                     pass

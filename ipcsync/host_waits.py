@@ -95,6 +95,10 @@ class Waiting:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace_back: TracebackType | None
     ) -> None:
+        self.over(error)
+
+    def over(self, error: BaseException | None) -> None:
+        """The wait has ended, in whatever way; raises a ``WaitTimeout`` with the reason in it instead of the bare one."""
         if self._told:
             outcome = CAME if error is None else TIMED_OUT if isinstance(error, WaitTimeout) else ENDED
             self._waits.withdraw(self._place, outcome)

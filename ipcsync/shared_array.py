@@ -265,7 +265,7 @@ class SharedArray:
                 deadline,
                 check=check,
                 what=lambda: f"version {claimed} of {self.name!r}",
-                waiting=self.session.waits.host.of(ISSUED, self._timeline.cell, claimed, self.name),
+                waiting=lambda: self.session.waits.host.of(ISSUED, self._timeline.cell, claimed, self.name),
             )
         except _GaveUp:
             pass

@@ -226,7 +226,7 @@ class Timeline:
                 deadline,
                 check=lambda: self.between_slices(round),
                 what=lambda: f"the record of round {round} of {self.name!r} (issued: {self.issued})",
-                waiting=self.session.waits.host.of(ISSUED, self.cell, round, self.name),
+                waiting=lambda: self.session.waits.host.of(ISSUED, self.cell, round, self.name),
             )
 
     def wait_host(self, round: int, deadline: Deadline) -> None:
@@ -243,7 +243,7 @@ class Timeline:
                 check=lambda: self.between_slices(round),
                 what=lambda: f"round {round} of {self.name!r} (issued: {self.issued}, completed: {self.completed})",
                 polled=self._polled,
-                waiting=self.session.waits.host.of(COMPLETED, self.cell, round, self.name),
+                waiting=lambda: self.session.waits.host.of(COMPLETED, self.cell, round, self.name),
             )
         self.check(round)  # the word first, the verdict after
 

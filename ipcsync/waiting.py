@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from . import linux
+from . import linux, trace
 from .errors import WaitTimeout
 from .shm import Region
 
@@ -62,51 +62,44 @@ def wait_word(
     check: Callable[[], None],
     what: Callable[[], str],
     polled: bool = False,
-    waiting: Waiting | None = None,
+    waiting: Callable[[], Waiting] | None = None,
 ) -> None:
     """Returns once word `index` of `region` is at least `target`. `WaitTimeout` names `what()` was waited for.
 
-    `waiting` (``session.host_waits.of(...)``) lets others see a wait that takes long, and says who holds it up.
+    `waiting` (``session.waits.host.of(...)``) lets others see a wait that takes long, and says who holds it up. It is
+    called only for one that a first sleep did not end: a hand-off costs nothing.
     """
     words = region.words
     for _ in range(_SPINS):
         if words[index] >= target:
             return
-    if waiting is None:
-        _sleep(region, index, target, deadline, check, what, polled, _unseen)
-    else:
-        with waiting:
-            _sleep(region, index, target, deadline, check, what, polled, waiting.still)
-
-
-def _unseen() -> None:
-    pass
-
-
-def _sleep(
-    region: Region,
-    index: int,
-    target: int,
-    deadline: Deadline,
-    check: Callable[[], None],
-    what: Callable[[], str],
-    polled: bool,
-    still: Callable[[], None],
-) -> None:
-    words = region.words
     address = region.address + 8 * index
     nap = 50e-6
-    while True:
-        check()
-        seen = words[index]
-        if seen >= target:
-            return
-        left = deadline.left()
-        if left == 0.0:
-            raise WaitTimeout(f"{what()} did not come within {deadline.timeout:g} s", timeout=deadline.timeout)
-        if polled:
-            time.sleep(min(nap, left))
-            nap = min(nap * 1.5, 1e-3)
-        else:
-            linux.futex_wait(address, seen, left)
-        still()
+    told = waiting() if waiting is not None and trace.ACTIVE is not None else None
+    slept = False
+    try:
+        while True:
+            check()
+            seen = words[index]
+            if seen >= target:
+                break
+            if slept and waiting is not None:
+                told = told or waiting()
+                told.still()
+            left = deadline.left()
+            if left == 0.0:
+                raise WaitTimeout(f"{what()} did not come within {deadline.timeout:g} s", timeout=deadline.timeout)
+            if polled:
+                time.sleep(min(nap, left))
+                nap = min(nap * 1.5, 1e-3)
+            else:
+                linux.futex_wait(address, seen, left)
+            slept = True
+    except BaseException as error:
+        if told is None and waiting is not None and isinstance(error, WaitTimeout):
+            told = waiting()
+        if told is not None:
+            told.over(error)
+        raise
+    if told is not None:
+        told.over(None)

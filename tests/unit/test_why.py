@@ -167,7 +167,7 @@ def test_a_wait_that_times_out_says_who_holds_it_up_and_a_short_one_is_not_annou
             Deadline(timeout),
             check=lambda: seen.append(list(announced(ledger, 0))),
             what=lambda: "the record",
-            waiting=waits.of(ISSUED, 0, 1, "frame"),
+            waiting=lambda: waits.of(ISSUED, 0, 1, "frame"),
         )
 
     with pytest.raises(WaitTimeout) as caught:
