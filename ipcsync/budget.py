@@ -11,9 +11,13 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING
 
 from .errors import WaitTimeout, WouldBlock
 from .waiting import Deadline
+
+if TYPE_CHECKING:
+    from .host_waits import Waiting
 
 Reached = Callable[[], bool]
 
@@ -36,25 +40,42 @@ class Budget:
         *,
         block: bool = True,
         check: Callable[[], None] = lambda: None,
+        waiting: Callable[[], Waiting] | None = None,
     ) -> bool:
         """Takes a place for the stream; False when the wait was reached meanwhile and need not be enqueued.
 
         Raises ``WaitTimeout`` at the deadline and ``WouldBlock`` where `block` is false.
         """
-        nap, told = 50e-6, False
+        if reached():
+            return False
+        if self._place(stream, reached):
+            return True
+        check()
+        if not block:
+            raise WouldBlock(f"waiting for {name!r} needs a hardware queue: {self._why()}")
+        self.held += 1
+        if self.held == 1:
+            warnings.warn(f"a wait for {name!r} keeps its caller: {self._why()}", RuntimeWarning, stacklevel=4)
+        if waiting is None:
+            return self._keep(stream, reached, deadline, name, check)
+        with waiting() as seen:
+
+            def look() -> None:
+                seen.still()
+                check()
+
+            return self._keep(stream, reached, deadline, name, look)
+
+    def _keep(
+        self, stream: Hashable, reached: Reached, deadline: Deadline, name: str, check: Callable[[], None]
+    ) -> bool:
+        nap = 50e-6
         while True:
             if reached():
                 return False
             if self._place(stream, reached):
                 return True
             check()
-            if not block:
-                raise WouldBlock(f"waiting for {name!r} needs a hardware queue: {self._why()}")
-            if not told:
-                told = True
-                self.held += 1
-                if self.held == 1:
-                    warnings.warn(f"a wait for {name!r} keeps its caller: {self._why()}", RuntimeWarning, stacklevel=4)
             left = deadline.left()
             if left == 0.0:
                 raise WaitTimeout(

@@ -132,6 +132,10 @@ class Ledger:
     def cell(self, index: int) -> int:
         return self._cells + index * CELL_WORDS
 
+    def cell_of(self, word: int) -> int:
+        """The cell that a word lies in."""
+        return (word - self._cells) // CELL_WORDS
+
     def address(self, word: int) -> int:
         """The address of a word in this process: what a futex call takes, and on cuda the device pointer as well."""
         return self.region.address + 8 * word

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from . import __version__, condemn, config, errors, linux, runtime, wire
 from .budget import Budget
+from .host_waits import BUDGET
 from .ledger import LAYOUT, Block, Cell, Header, Ledger
 from .link import Link
 from .shm import Region
@@ -237,7 +238,15 @@ class Session:
         device = 0 if not backend.device_writes else backend.current_device()
         budget = self._budget(backend, device)
         if budget is None or budget.enter(
-            backend.stream_key(raw), lambda: words[index] >= value, deadline, name, block=block, check=self.check
+            backend.stream_key(raw),
+            lambda: words[index] >= value,
+            deadline,
+            name,
+            block=block,
+            check=self.check,
+            waiting=(lambda: self.waits.host.of(BUDGET, self.ledger.cell_of(index), value, name))
+            if region is self.ledger.region
+            else None,
         ):
             backend.wait(raw, region, index, value)
 
@@ -289,7 +298,7 @@ class Session:
         return cuda, cuda.index(device)
 
     def open_timeline(self, info: wire.EventInfo) -> Timeline:
-        """The timeline of an event: the ledger made reachable for its device, its CUDA event opened from the 64 bytes."""
+        """The timeline of an event: the ledger made reachable for its device, its CUDA event opened from its handle."""
         backend, index = self.backend(info.device)
         if id(backend) not in self._registered:
             with backend.using(index):

@@ -179,6 +179,10 @@ class _Walk:
             self.end(_nobody(thing, wait))
         for block in blockers:
             self.session(block, trail)
+        if wait.kind == BUDGET:  # any of these would make room
+            for other in self.picture.of(wait.block):
+                if other.kind == DEVICE:
+                    self.wait(other, trail)
 
     def end(self, end: End) -> None:
         if end not in self.ended:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ipcsync import linux, ring, why_ledger
+from ipcsync.budget import Budget
 from ipcsync.errors import WaitTimeout
 from ipcsync.host_waits import BUDGET, COMPLETED, ISSUED, SPACE, HostWait, HostWaits, announced
 from ipcsync.ledger import BLOCK_WORDS, Block, Cell, Ledger, pack_wait
@@ -83,6 +84,17 @@ def test_ends(thing: Thing, kind: int, expected: str) -> None:
     chain = follow(picture(Wait(0, kind, 0, 1), things=(thing,)), READ)
     assert [end.kind for end in chain.ends] == [expected]
     assert as_json(chain)["ends"][0]["text"] in sentences(chain)
+
+
+def test_a_full_budget_is_followed_to_what_its_streams_wait_for() -> None:
+    seen = picture(
+        Wait(0, BUDGET, 0, 1, since=0),
+        Wait(0, DEVICE, 1, 4),
+        things=(Thing(0, "a", recorder=1), Thing(1, "b", recorder=2, issued=4, completed=3)),
+    )
+    chain = follow(seen, Wait(0, BUDGET, 0, 1, since=0))
+    assert [(link.wait.kind, link.blockers) for link in chain.links] == [(BUDGET, (1,)), (DEVICE, (2,))]
+    assert "round 4 of event 'b', on a stream (issued: 4, complete: 3)" in sentences(chain)
 
 
 def test_names_are_found_as_sessions_and_as_things() -> None:
@@ -182,3 +194,24 @@ def test_a_wait_that_times_out_says_who_holds_it_up_and_a_short_one_is_not_annou
     ledger.words[at] = 1
     wait(0.2)
     assert ledger.words[ledger.block(0) + Block.COUNTS] == 0
+
+
+def test_a_wait_that_the_budget_keeps_is_announced_and_explained(ledger: Ledger) -> None:
+    live(ledger, 0, "read")
+    ledger.open_cell(0, 5, name="frame")
+    waits, budget = HostWaits(ledger, 0), Budget(1)
+    assert budget.enter("one", lambda: False, Deadline(None), "frame")
+    seen: list[HostWait] = []
+    with pytest.warns(RuntimeWarning, match="wait budget"), pytest.raises(WaitTimeout) as caught:
+        budget.enter(
+            "another",
+            lambda: False,
+            Deadline(0.2),
+            "frame",
+            check=lambda: seen.extend(announced(ledger, 0)),
+            waiting=lambda: waits.of(BUDGET, 0, 1, "frame"),
+        )
+    assert seen[-1].kind == BUDGET
+    assert caught.value.budget == 1
+    assert "a place in its wait budget" in caught.value.why
+    assert list(announced(ledger, 0)) == []
