@@ -395,6 +395,10 @@ class Facts(Protocol):
         """Nobody holds the life word, and nobody died with it: the session was closed."""
         ...
 
+    def beat(self, block: int) -> int:
+        """A word that a session's I/O thread changes every second; a message says the same."""
+        ...
+
     def waiting(self, block: int) -> bool:
         """The session has device waits outstanding."""
         ...

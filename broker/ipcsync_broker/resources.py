@@ -116,6 +116,9 @@ class Resources:
     def closed(self, block: int) -> bool:
         return self.words[self.ledger.block(block) + Block.LIFE] & 0xFFFFFFFF == 0
 
+    def beat(self, block: int) -> int:
+        return int(self.words[self.ledger.block(block) + Block.BEAT])
+
     def waiting(self, block: int) -> bool:
         words, ledger = self.words, self.ledger
         return any(words[ledger.cell(cell) + Cell.WORD] < round for cell, round in ledger.waits(block))

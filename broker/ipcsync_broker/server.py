@@ -22,7 +22,7 @@ from pathlib import Path
 import zmq
 
 from ipcsync import errors, linux, runtime, wire
-from ipcsync.ledger import Header
+from ipcsync.ledger import Block, Header
 
 from .journal import Journal
 from .logs import LOG, announced
@@ -44,9 +44,10 @@ from .model import (
     Watch,
 )
 from .resources import Resources, failpoint
-from .state import TURN, State
+from .state import State
 from .systemd import Watchdog, notify
 
+TURN = 0.02  # seconds from one look at the life words to the next
 BURST = 500  # messages read in one turn at most: a flood does not keep the clock from ticking
 QUEUE = 10_000  # messages kept for one peer that does not read; further ones are dropped
 IPC_FILTER_UID = 59  # ZMQ_IPC_FILTER_UID: libzmq asks SO_PEERCRED and refuses other uids; pyzmq has no name for it
@@ -61,6 +62,7 @@ class Server:
         self.leaving = False
         self.watchdog = Watchdog()
         self.pending: deque[Input] = deque()
+        self.lives: list[tuple[int, int]] = []  # life words of the sessions watched
         self.watched: dict[int, int] = {}  # session -> pidfd, -1 where pids mean nothing
         self.by_fd: dict[int, int] = {}
         self.jobs: queue.SimpleQueue[Do | None] = queue.SimpleQueue()
@@ -109,10 +111,12 @@ class Server:
                 self._take_results()
                 now = time.monotonic()
                 if now >= turn:
+                    self.state.lateness.add(now - turn if turn else 0.0)
                     turn = now + TURN
                     words[Header.TICK] = time.monotonic_ns()
                     self._look()
-                    self.feed(Tick())
+                    if self.state.due(now):
+                        self.feed(Tick())
                     self.watchdog.turn(now)
                 # Sending may have eaten the edge that says that there is something to read: ask before sleeping.
                 if not more and not int(self.router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
@@ -135,8 +139,10 @@ class Server:
     def _receive(self) -> bool:
         """Reads what is there; True when there may be more."""
         for _ in range(BURST):
+            if not int(self.router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                return False
             try:
-                frames = self.router.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = self.router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return False
             except zmq.ZMQError as error:
@@ -144,7 +150,7 @@ class Server:
                     raise
                 self._bad("socket")
                 continue
-            self._read([frame.bytes for frame in frames])
+            self._read(frames)
         return True
 
     def _read(self, frames: list[bytes]) -> None:
@@ -171,9 +177,12 @@ class Server:
             self.feed(self.pending.popleft())
 
     def _look(self) -> None:
-        for number, session in list(self.state.sessions.items()):
-            if session.state == "live" and self.resources.ledger.dying(session.block):
-                self.feed(Dying(number))
+        words = self.resources.words
+        for at, number in self.lives:
+            if words[at] & linux.OWNER_DIED:
+                session = self.state.sessions[number]
+                if session.state == "live":
+                    self.feed(Dying(number))
         self.resources.tick()
 
     # -- in and out
@@ -262,6 +271,8 @@ class Server:
         session = self.state.sessions.get(number)
         if session is None:
             return None  # it came and went in one turn
+        ledger = self.resources.ledger
+        self.lives.append((ledger.block(session.block) + Block.LIFE, number))
         if session.pid_namespace != self.state.pid_namespace:
             self.watched[number] = -1  # only its life word speaks for it
             return None
@@ -278,6 +289,7 @@ class Server:
         return None
 
     def _unwatch(self, number: int) -> None:
+        self.lives = [life for life in self.lives if life[1] != number]
         fd = self.watched.pop(number, -1)
         if fd >= 0:
             self.poller.unregister(fd)

@@ -199,6 +199,7 @@ def end(state: State, session: Session, *, process_gone: bool = False) -> None:
     state.do(Scavenge(session, process_gone))
     del state.sessions[session.number]
     state.heard.pop(session.number, None)
+    state.beats.pop(session.number, None)
     state.free_blocks.append(session.block)
     state.mark(session)
 
@@ -218,6 +219,10 @@ def look_after(state: State) -> None:
     """Each tick: the silent are looked at, the dying released again, the left seen off."""
     for session in list(state.sessions.values()):
         if session.state == "live":
+            beat = state.facts.beat(session.block)
+            if beat != state.beats.get(session.number, 0):
+                state.beats[session.number] = beat
+                state.heard[session.number] = state.now
             silence = state.now - state.heard.get(session.number, state.now)
             if silence > QUIET and _stopped(state, session) and silence > LEASE:
                 lease_out(state, session)

@@ -45,7 +45,7 @@ from .model import (
 )  # fmt: skip
 
 Key = tuple[str, str]  # (namespace, name)
-TURN = 0.02  # seconds from one tick to the next
+TICK = 0.1  # seconds from one tick to the next, unless something is due before
 STALL = 0.25  # a turn this late was the broker's own stall: nobody's silence
 
 
@@ -127,6 +127,7 @@ class State:
         self.peers: dict[bytes, int] = {}
         self.peer_of: dict[int, bytes] = {}
         self.heard: dict[int, float] = {}
+        self.beats: dict[int, int] = {}  # session -> its BEAT word as last seen
         self.letting_go: set[int] = set()  # incarnations whose pen comes back when their rounds are complete
         self.building: dict[Key, Thing] = {}
         self.parked: list[Parked] = []
@@ -289,9 +290,14 @@ class State:
 
     # -- the clock
 
+    def due(self, now: float) -> bool:
+        """Whether a tick would do anything now."""
+        if now - self.turned >= TICK or self.letting_go:
+            return True
+        return any(p.call.until is not None and p.call.until <= now for p in self.parked)
+
     def _tick(self) -> None:
         late = self.now - self.turned
-        self.lateness.add(late - TURN)
         if late > STALL:
             for number in self.heard:
                 self.heard[number] += late

@@ -1,131 +1,318 @@
-"""Layer 1 events of the host: a small file each, no broker (LEDGER.md rule 13).
+"""Layer 1 events of the host: words with futexes, in a file where other processes shall open them (LEDGER.md rule 13).
 
-A record takes a ticket under the file's POSIX lock (any opener may record) and completes it in its own place of a ring,
-so that each word has one writer. A wait is for the ticket that was the latest when it was called, as CUDA's is.
+Each record takes the next **ticket**. A wait is for the ticket that was the latest when it was called, as CUDA's is; so
+one event may be recorded on many streams, and an old ticket may complete after a newer one. Records of one stream
+complete in order, so each stream that records gets a **lane**: ``DONE`` is its last completed ticket, and has one
+writer, the stream. ``ISSUED`` holds the latest ticket and its lane in one word, so that both are read whole. A lane
+goes to another stream only once all it issued is complete; a lane whose stream failed, or whose process died with a
+record pending, is kept for good, because it is what tells its waiters so.
+
+Tickets are taken under a POSIX record lock, a byte of one lock file for each event, because any opener may record: the
+kernel lets it go if its holder dies. It is per process, so threads take a lock of their own first.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import fcntl
 import os
+import sys
 import threading
 import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from .. import linux, runtime
-from ..errors import HandleInvalid, InvalidState, PeerDied, PeerFailed
+from ..errors import HandleInvalid, InvalidState, NotExportable, PeerDied, PeerFailed
 from ..shm import Region
-from ..waiting import SLICE
+from ..waiting import Deadline, Words, wait_word
+from .host_stream import HostStream
 
-MAGIC = int.from_bytes(b"IPCSEVT1", "little")
-RING = 64
-_ISSUED, _CREATOR, _START = 1, 2, 3
-_AT = 8  # the ring: (done ticket, recorder pid, recorder start, finished at) each
-CONDEMNED = 1 << 63
-_HANDLE = b"ipcsyncH"
-_lock = threading.Lock()  # fcntl locks are per process
+MAGIC = int.from_bytes(b"IPCSEVT2", "little")
+HANDLE_BYTES = 64
+CONDEMNED = 1 << 63  # in DONE: this ticket will never be true, nor will later ones of the lane
+LANES = 64
+_ISSUED, _CREATOR, _START, _NAMESPACE = 1, 2, 3, 4
+_LANES_AT, _LANE_WORDS = 8, 5
+_DONE, _LAST, _OWNER, _OWNER_START, _OWNER_NAMESPACE = range(_LANE_WORDS)
+_NWORDS = _LANES_AT + LANES * _LANE_WORDS
+_LANE_BITS = 6
+_TAG = b"ipcsyncH"
+_FOLDER, _LOCKS = "l1", "l1.lock"
+
+Ticket = tuple[int, int]  # (number, lane); number 0: nothing was recorded
+
+
+class _Private:
+    """Words of this process alone, for events that nobody else shall open."""
+
+    def __init__(self, count: int) -> None:
+        memory = (ctypes.c_uint64 * count)()
+        self.words, self.address = memoryview(memory).cast("B").cast("Q"), ctypes.addressof(memory)
+
+
+class _Folder:
+    """Where the event files of one runtime directory are, and the file whose bytes are their locks.
+
+    The lock file is opened once a process and stays open: closing any descriptor of it would drop every lock on it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / _FOLDER
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        self._fd = os.open(directory / _LOCKS, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        found = os.stat(self.path)
+        self.identity = found.st_dev.to_bytes(8, "little") + found.st_ino.to_bytes(8, "little")
+
+    def __del__(self) -> None:
+        if hasattr(self, "_fd"):
+            os.close(self._fd)
+
+    @contextmanager
+    def locked(self, byte: int) -> Iterator[None]:
+        fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, byte)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, byte)
+
+
+_folders: weakref.WeakValueDictionary[Path, _Folder] = weakref.WeakValueDictionary()
+_events: weakref.WeakValueDictionary[Path, HostEvent] = weakref.WeakValueDictionary()  # one an event and process
+_making = threading.RLock()  # re-entrant: the collector may close a folder while a folder is made
+
+
+def _folder(*, create: bool) -> _Folder:
+    directory = runtime.directory(create=create)
+    with _making:
+        found = _folders.get(directory)
+        if found is None:
+            if not create and not (directory / _FOLDER).is_dir():
+                raise HandleInvalid(f"no event was ever exported in {directory}: both sides need one runtime directory")
+            found = _folders[directory] = _Folder(directory)
+            sweep(directory)
+        return found
 
 
 class HostEvent:
-    def __init__(self, path: Path, region: Region, *, ours: bool) -> None:
-        self._path, self._region, self._ours = path, region, ours
-        self._words = region.words
-        self._start = linux.start_time(os.getpid())
+    """One event, as one process sees it. `path` is None for one of this process alone."""
+
+    def __init__(self, memory: Words, folder: _Folder | None = None, path: Path | None = None, *, ours: bool = True):
+        self._memory, self._words = memory, memory.words
+        self._folder, self._path, self.ours = folder, path, ours
+        self._byte = 0 if path is None else int(path.name[:15], 16)
+        self._pid, self._start, self._namespace = _identity()
+        self._lock = threading.Lock()
+        self._lane_of: dict[int, int] = {}  # by the stream's id; the words say whether it still holds
+        self.finished = (0, 0)  # the last ticket completed here and when, in ns: timing is for events of one process
 
     @classmethod
-    def create(cls, *, timing: bool) -> HostEvent:
-        folder = runtime.directory(create=True) / "l1"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        path = folder / os.urandom(16).hex()
+    def create(cls, *, interprocess: bool) -> HostEvent:
+        if not interprocess:
+            return cls(_Private(_NWORDS))
+        folder = _folder(create=True)
+        path = folder.path / os.urandom(16).hex()
 
         def fill(region: Region) -> None:
-            region.words[_CREATOR], region.words[_START] = os.getpid(), linux.start_time(os.getpid())
+            region.words[_CREATOR], region.words[_START], region.words[_NAMESPACE] = _identity()
             region.words[0] = MAGIC
 
-        return cls(path, Region.create(path, 8 * (_AT + 4 * RING), fill), ours=True)
+        made = _events[path] = cls(Region.create(path, 8 * _NWORDS, fill), folder, path)
+        return made
 
     @classmethod
     def open(cls, handle: bytes) -> HostEvent:
-        if len(handle) != 64 or not handle.startswith(_HANDLE):
-            raise HandleInvalid("these bytes are no event handle of the host: they come from Event.ipc_handle()")
-        path = runtime.directory(create=False) / "l1" / handle[8:24].hex()
-        try:
-            region = Region.open(path)
-        except FileNotFoundError:
-            raise HandleInvalid("the event of this handle is gone: its creator ended or dropped it") from None
-        return cls(path, region, ours=False)
+        """The event of a handle; in a process that has it already, that one."""
+        if not isinstance(handle, bytes) or len(handle) != HANDLE_BYTES or not handle.startswith(_TAG):
+            raise HandleInvalid(
+                "this is no handle of a host event: it takes the 64 bytes of ipc_handle() of an event made with "
+                'device="cpu", interprocess=True'
+            )
+        folder = _folder(create=False)
+        path = folder.path / handle[8:24].hex()
+        with _making:
+            found = _events.get(path)
+            if found is not None:
+                return found
+            try:
+                region = Region.open(path)
+            except FileNotFoundError:
+                if handle[24:40] != folder.identity:
+                    raise HandleInvalid(
+                        f"the handle is of another runtime directory than {path.parent.parent}: set "
+                        "IPCSYNC_RUNTIME_DIR to the same in both processes"
+                    ) from None
+                raise HandleInvalid("the event of this handle is gone: its creator ended, or let it go") from None
+            if region.nbytes < 8 * _NWORDS or region.words[0] != MAGIC:
+                raise HandleInvalid("the event of this handle was made by another version of ipcsync: share one")
+            made = _events[path] = cls(region, folder, path, ours=False)
+            return made
 
     def handle(self) -> bytes:
-        return (_HANDLE + bytes.fromhex(self._path.name)).ljust(64, b"\0")
-
-    @property
-    def issued(self) -> int:
-        return int(self._words[_ISSUED])
-
-    def _place(self, ticket: int) -> int:
-        return _AT + 4 * (ticket % RING)
-
-    def begin(self) -> int:
-        with _lock:
-            fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.lockf(fd, fcntl.LOCK_EX)
-                ticket = self.issued + 1
-                at = self._place(ticket)
-                if ticket > RING and not self.done(ticket - RING):
-                    raise InvalidState(f"{RING} records of this event are pending already: synchronize first")
-                self._words[at + 1], self._words[at + 2] = os.getpid(), self._start
-                self._words[_ISSUED] = ticket
-            finally:
-                os.close(fd)
-        return ticket
-
-    def complete(self, ticket: int) -> None:
-        at = self._place(ticket)
-        self._words[at + 3] = time.perf_counter_ns()
-        self._words[at] = ticket
-        linux.futex_wake(self._region.address + 8 * at)
-
-    def condemn(self, ticket: int) -> None:
-        at = self._place(ticket)
-        self._words[at] = ticket | CONDEMNED
-        linux.futex_wake(self._region.address + 8 * at)
-
-    def done(self, ticket: int) -> bool:
-        if ticket == 0:
-            return True
-        value = self._words[self._place(ticket)]
-        if value & CONDEMNED and value & ~CONDEMNED >= ticket:
-            raise PeerFailed("work before this event's record raised: it will never be true", round=ticket)
-        return bool(value & ~CONDEMNED >= ticket)
-
-    def wait(self, ticket: int) -> None:
-        at = self._place(ticket)
-        while not self.done(ticket):
-            seen = self._words[at]
-            pid, start = self._words[at + 1], self._words[at + 2]
-            if linux.start_time(pid) != start and not self.done(ticket):
-                raise PeerDied(
-                    f"process {pid} died with its record of this event pending", session="", pid=pid, round=ticket
-                )
-            linux.futex_wait(self._region.address + 8 * at, seen, SLICE)
-
-    def finished_at(self) -> int:
-        return int(self._words[self._place(self.issued) + 3])
+        if self._path is None or self._folder is None or not self.ours:
+            raise NotExportable("only an event made here with interprocess=True has a handle")
+        return (_TAG + bytes.fromhex(self._path.name) + self._folder.identity).ljust(HANDLE_BYTES, b"\0")
 
     def close(self) -> None:
-        if self._ours:
+        """Its creator removes the name. Whoever has it open, and work that is queued, goes on with it."""
+        if self.ours and self._path is not None and self._pid == os.getpid():
             self._path.unlink(missing_ok=True)
+
+    # -- recording
+
+    @property
+    def latest(self) -> Ticket:
+        """The ticket of the latest record."""
+        issued = self._words[_ISSUED]
+        return issued >> _LANE_BITS, issued & (LANES - 1)
+
+    def record(self, stream: HostStream | None) -> None:
+        """Records on the stream, or on the calling thread, where all before it is done already."""
+        with self._lock:
+            if self._folder is None:
+                self._record(stream)
+            else:
+                with self._folder.locked(self._byte):
+                    self._record(stream)
+
+    def _record(self, stream: HostStream | None) -> None:
+        words = self._words
+        number = (words[_ISSUED] >> _LANE_BITS) + 1
+        if stream is None:
+            lane = 0  # of all threads: it is complete as it is issued, so its writer is whoever has the lock
+        else:
+            lane = self._lane(id(stream))
+        at = _LANES_AT + lane * _LANE_WORDS
+        words[at + _LAST] = number
+        if stream is None:
+            self.complete((number, 0))
+            words[_ISSUED] = number << _LANE_BITS
+        else:
+            words[_ISSUED] = number << _LANE_BITS | lane
+            stream.put(self.complete, ((number, lane),), lambda _: self.condemn((number, lane)))
+
+    def _lane(self, stream: int) -> int:
+        """The stream's lane, or a free one made its."""
+        words, owner = self._words, self._pid << 40 | stream >> 4 & (1 << 40) - 1
+        lane = self._lane_of.get(stream)
+        if lane is not None:
+            at = _LANES_AT + lane * _LANE_WORDS
+            if words[at + _OWNER] == owner and not words[at + _DONE] & CONDEMNED:
+                return lane
+        for lane in range(1, LANES):
+            at = _LANES_AT + lane * _LANE_WORDS
+            if words[at + _DONE] == words[at + _LAST]:
+                words[at + _OWNER], words[at + _OWNER_START] = owner, self._start
+                words[at + _OWNER_NAMESPACE] = self._namespace
+                self._lane_of[stream] = lane
+                return lane
+        raise InvalidState(
+            f"records of this event are pending on {LANES - 1} streams (or failed there, or died with them): "
+            "synchronize, or make a new event"
+        )
+
+    def complete(self, ticket: Ticket) -> None:
+        number, lane = ticket
+        self.finished = (number, time.perf_counter_ns())
+        self._done(lane, number)
+
+    def condemn(self, ticket: Ticket) -> None:
+        """The work before the record raised."""
+        number, lane = ticket
+        at = _LANES_AT + lane * _LANE_WORDS + _DONE
+        if not self._words[at] & CONDEMNED:  # the first bad one stays
+            self._done(lane, number | CONDEMNED)
+
+    def _done(self, lane: int, value: int) -> None:
+        at = _LANES_AT + lane * _LANE_WORDS + _DONE
+        self._words[at] = value
+        linux.futex_wake(self._memory.address + 8 * at)
+
+    # -- waiting
+
+    def done(self, ticket: Ticket) -> bool:
+        """Whether the record is complete; raises if it never will be, because the work before it raised."""
+        number, lane = ticket
+        value = self._words[_LANES_AT + lane * _LANE_WORDS + _DONE]
+        if value & CONDEMNED and value ^ CONDEMNED <= number:
+            pid = self._words[_LANES_AT + lane * _LANE_WORDS + _OWNER] >> 40
+            raise PeerFailed(
+                f"work of process {pid} before its record of this event raised: the record will never be true",
+                session="",
+                pid=pid,
+                round=number,
+                name="",
+            )
+        return bool(value >= number)
+
+    def wait(self, ticket: Ticket) -> None:
+        """The calling thread waits for the record. ``PeerDied`` when its process died with it pending."""
+        if self.done(ticket):
+            return
+        number, lane = ticket
+        at = _LANES_AT + lane * _LANE_WORDS
+        wait_word(
+            self._memory,
+            at + _DONE,
+            number,
+            Deadline(None),
+            check=lambda: self._alive(number, lane),
+            what=lambda: "the event's record",
+        )
+        self.done(ticket)
+
+    def _alive(self, number: int, lane: int) -> None:
+        words, at = self._words, _LANES_AT + lane * _LANE_WORDS
+        pid, start = words[at + _OWNER] >> 40, words[at + _OWNER_START]
+        if pid == self._pid and words[at + _OWNER_NAMESPACE] == self._namespace:
+            if sys.is_finalizing():
+                raise InvalidState("the interpreter is exiting and its stream threads have ended: synchronize before")
+            return
+        if words[at + _OWNER_NAMESPACE] != self._namespace:
+            return  # a pid of another namespace says nothing here
+        if linux.start_time(pid) != start and words[at + _DONE] < number:
+            raise PeerDied(
+                f"process {pid} died with its record of this event pending: it will never be true",
+                session="",
+                pid=pid,
+                round=number,
+                name="",
+            )
+
+
+def _identity() -> tuple[int, int, int]:
+    """(pid, start time, pid namespace) of this process; a forked child is another one."""
+    pid = os.getpid()
+    if pid not in _identities:
+        _identities.clear()
+        _identities[pid] = (pid, linux.start_time(pid), linux.pid_namespace())
+    return _identities[pid]
+
+
+_identities: dict[int, tuple[int, int, int]] = {}
 
 
 def sweep(directory: Path) -> None:
     """Removes the events of a runtime directory whose creator is gone: pid and start time name it for good."""
-    for path in (directory / "l1").glob("*"):
+    namespace = _identity()[2]
+    for path in (directory / _FOLDER).glob("*"):
         try:
             region = Region.open(path, writable=False)
-        except OSError:
+        except (OSError, ValueError):
             continue  # just removed by its creator, or no file of ours
-        creator, start = region.words[_CREATOR], region.words[_START]
+        words: Any = region.words
+        gone = len(words) >= _NWORDS and words[_NAMESPACE] == namespace and linux.start_time(words[_CREATOR]) != words[_START]
         region.close()
-        if linux.start_time(creator) != start:
+        if gone:
             path.unlink(missing_ok=True)
+
+
+@atexit.register
+def _unlink_ours() -> None:
+    """At exit, where the collector does not come to every event."""
+    for event in list(_events.values()):
+        event.close()

@@ -64,6 +64,7 @@ class World:
         self.closed_blocks: set[int] = set()
         self.waits: set[int] = set()  # blocks with device waits outstanding
         self.blocks: dict[int, str] = {}
+        self.beats: dict[int, int] = {}
         self.owners: dict[int, int] = {}
         self.places: set[tuple[int, int]] = set()  # reader cells that are not free
         self.ended: set[int] = set()  # streams
@@ -138,6 +139,9 @@ class World:
 
     def dying(self, block: int) -> bool:
         return block in self.dead_blocks
+
+    def beat(self, block: int) -> int:
+        return self.beats.get(block, 0)
 
     def waiting(self, block: int) -> bool:
         return block in self.waits

@@ -279,6 +279,16 @@ def test_others_are_told_of_a_stop_within_four_seconds_and_not_before_three(worl
     assert world.state.sessions[1].leased_out
 
 
+def test_a_beat_in_the_ledger_is_as_good_as_a_message(world: World) -> None:
+    world.processes[11] = ("T", 110, UID)  # stopped and continued, seen only while stopped
+    for n in range(10):
+        world.beats[world.state.sessions[1].block] = n + 1
+        world.tick(1.0)
+    assert not world.state.sessions[1].leased_out
+    world.tick(4.0)
+    assert world.state.sessions[1].leased_out
+
+
 def test_the_brokers_own_stall_is_nobodys_silence(world: World) -> None:
     world.processes[11] = ("T", 110, UID)
     world.now += 60.0
