@@ -15,7 +15,6 @@ version = release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "command_help"]
 myst_enable_extensions = ["colon_fence", "deflist", "fieldlist"]
 myst_heading_anchors = 3
-suppress_warnings = ["toc.empty_glob"]  # pages of measurements are there once something was measured
 exclude_patterns = ["_build", "examples"]
 
 html_theme = "furo"
