@@ -25,6 +25,7 @@ class Process:
         self.outcome: messages.Done | messages.Failed | None = None
         self._say = say
         self._partial = b""
+        self._signalled = False
         self.end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Its own process group: the terminal's Ctrl-C is for the supervisor, which drains. Spawned, never forked: CUDA
         # and threads do not survive a fork.
@@ -63,13 +64,14 @@ class Process:
         message = messages.receive(self.end, messages.FromWorker)
         if isinstance(message, messages.Ready):
             self.ready = True
-        elif message is not None:
+        elif self.outcome is None:  # what comes up while a failed stage leaves is not why it failed
             self.outcome = message
         return message is not None
 
     def signal(self, number: int) -> None:
         """Signals the worker and whatever it started."""
         if self._process.poll() is None:
+            self._signalled = True
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
 
@@ -83,7 +85,9 @@ class Process:
         self.output.close()
         self.end.close()
         os.close(self.pidfd)
-        if self.outcome is None or (status != 0 and isinstance(self.outcome, messages.Done)):
+        if self.outcome is None and self._signalled:
+            self.outcome = messages.Failed("", True)
+        elif self.outcome is None or (status != 0 and isinstance(self.outcome, messages.Done)):
             self.outcome = messages.Failed(_ended(status), False, getattr(self.outcome, "counts", {}))
         return self.outcome
 

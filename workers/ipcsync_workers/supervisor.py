@@ -213,13 +213,14 @@ class Supervisor:
         if isinstance(outcome, messages.Done):
             stage.state = "done"
             return
-        if self._stopping or (outcome.consequence and not outcome.traceback):
-            stage.state = "stopped"
-            return
         stage.error = outcome.traceback
+        if outcome.consequence:
+            stage.state = "stopped"
+            self._stop()
+            return
         plan = stage.plan
-        retry = plan.restart == "on-failure" and stage.restarts < plan.restart_limit and not self._draining
-        if retry and not outcome.consequence:
+        ending = self._draining or self._stopping
+        if plan.restart == "on-failure" and stage.restarts < plan.restart_limit and not ending:
             delay = plan.restart_delay * 2**stage.restarts
             stage.restarts += 1
             stage.restart_at = stage.ended + delay
@@ -230,7 +231,7 @@ class Supervisor:
                 f"stage {stage.name!r} failed; restart {stage.restarts} of {plan.restart_limit} in {delay:g} s"
             )
             return
-        stage.state = "stopped" if outcome.consequence else "failed"
+        stage.state = "failed"
         self._stop()
 
     # -- stopping

@@ -56,12 +56,8 @@ def main(fd: int) -> int:
         with ExitStack() as stack:
             stack.callback(trace.stop)
             _work(plan, end, counters, counts, stack)
-    except (Stopped, SessionClosed):
-        messages.send(end, messages.Failed("", True, counts))
-        return 1
     except BaseException as error:
-        consequence = isinstance(error, PeerDied)
-        messages.send(end, messages.Failed(_explain(error), consequence, counts))
+        messages.send(end, _failure(error, counts))
         return 1
     messages.send(end, messages.Done(counts))
     return 0
@@ -95,15 +91,20 @@ def _work(
         writer = session.open_channel(name).writer()
         stack.push(_leave(writer, detach=plan.keep_open))
         stage.outputs[name] = Output(writer, counters.outputs[name], stage)
+
+    def tell(kind: type[BaseException] | None, error: BaseException | None, where: Any) -> None:
+        """Before the channels are left: nobody hears of the consequences of this failure before the failure."""
+        counts.update(stage.counts)
+        if error is not None:
+            messages.send(end, _failure(error, counts))
+
+    stack.push(tell)
     go = threading.Event()
     threading.Thread(target=_listen, args=(end, stage, go), name="supervisor", daemon=True).start()
     messages.send(end, messages.Ready())
     go.wait()
-    try:
-        with trace.span("stage", plan.stage):
-            run(function, stage)
-    finally:
-        counts.update(stage.counts)
+    with trace.span("stage", plan.stage):
+        run(function, stage)
 
 
 def _leave(writer: Any, *, detach: bool) -> Callable[..., None]:
@@ -131,6 +132,15 @@ def _listen(end: socket.socket, stage: Stage, go: threading.Event) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait(_GRACE)
     os._exit(1)
+
+
+def _failure(error: BaseException, counts: dict[str, int]) -> messages.Failed:
+    reached: BaseException | None = error
+    while reached is not None:  # told to stop, and whatever else came up on the way out
+        if isinstance(reached, Stopped | SessionClosed):
+            return messages.Failed("", True, counts)
+        reached = reached.__cause__ or reached.__context__
+    return messages.Failed(_explain(error), isinstance(error, PeerDied), counts)
 
 
 def _explain(error: BaseException) -> str:
