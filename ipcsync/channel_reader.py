@@ -215,7 +215,7 @@ class Reader:
             or self._ledger[self._at + Cell.VERDICT] <= number
             or 0 < self._words[Head.END_AT] <= number
             or self._words[Head.EPOCH] != self._epoch
-            or self._turn.ready(0, 0)
+            or self._turn.ready(0, self._ledger[self._at + Cell.VERDICT])
         ):
             raise _Changed
         self._timeline.between_slices(number)

@@ -1,9 +1,10 @@
-"""What the tests of channels and arrays need of a device, the same on every backend: a :class:`Case`."""
+"""What the rules need of a device, the same on every backend: a :class:`Case`."""
 
 from __future__ import annotations
 
 import mmap
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,27 @@ import numpy
 import pytest
 
 import ipcsync
+from ipcsync.shm import Region
+from ipcsync.stream import resolve
 
 from ..harness import TIMEOUT, Gate
+
+
+class WordGate:
+    """A gate for a CUDA stream: a wait of the device on a word, which `open` stores."""
+
+    def __init__(self, stream: ipcsync.Stream) -> None:
+        from ipcsync.backends import select
+
+        self._backend = select.backend("cuda")
+        path = Path(os.environ["IPCSYNC_RUNTIME_DIR"]) / f"gate-{secrets.token_hex(4)}"
+        self._region = Region.create(path, 4096)
+        path.unlink()
+        self._backend.register(self._region)
+        self._backend.wait(resolve(stream, stream.device), self._region, 0, 1)
+
+    def open(self) -> None:
+        self._region.words[0] = 1
 
 
 class Case:
@@ -21,7 +41,7 @@ class Case:
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self._gates: list[Gate] = []
+        self._gates: list[Gate | WordGate] = []
         self._files: list[Path] = []
 
     @property
@@ -48,10 +68,12 @@ class Case:
         stream.enqueue(self.xp.copyto, copy, array)
         return copy
 
-    def hold(self, stream: ipcsync.Stream) -> Gate:
+    def hold(self, stream: ipcsync.Stream) -> Gate | WordGate:
         """Holds the stream until the gate is opened (or the process ends)."""
         if self.device != "cpu":
-            pytest.skip("needs a spin kernel to hold a CUDA stream")
+            held = WordGate(stream)
+            self._gates.append(held)
+            return held
         gate = Gate()
         self._gates.append(gate)
         stream.enqueue(gate.hold)

@@ -36,7 +36,7 @@ FIELDS = {"layer.0": Field((16, 4), "float32"), "layer.1": Field((3,), "int64"),
 
 def read_versions(peer: Peer, count: int) -> list[int]:
     """Reads until it has seen version `count`: every field of a view is of one version."""
-    versions = []
+    versions: list[int] = []
     with ipcsync.connect(name="reader") as session:
         array = session.open_array("weights")
         peer.send("open")

@@ -41,24 +41,24 @@ def host(array: Any) -> numpy.ndarray:
     return array.get() if hasattr(array, "get") else numpy.array(array)
 
 
-def same(array: Any, value: int) -> bool:
+def same(array: Any, value: Any) -> bool:
     return bool((host(array) == value).all())
 
 
 # -- children: a writer of items whose every element is their number, and a reader that checks them
 
 
-def write_items(peer: Peer, count: int, *, name: str = "frames") -> None:
-    with ipcsync.connect(name="writer") as session, session.open_channel(name).writer() as writer:
+def write_items(peer: Peer, count: int) -> None:
+    with ipcsync.connect(name="writer") as session, session.open_channel("frames").writer() as writer:
         for _ in range(count):
             with writer.slot() as slot:
                 slot.array[...] = slot.number
                 slot.meta["number"] = slot.number
 
 
-def read_all(peer: Peer, policy: str = "block", start: str = "next", name: str = "frames") -> list[int]:
+def read_all(peer: Peer, **options: Any) -> list[int]:
     numbers = []
-    with ipcsync.connect(name="reader") as session, session.open_channel(name).reader(policy, start) as reader:
+    with ipcsync.connect(name="reader") as session, session.open_channel("frames").reader(**options) as reader:
         peer.send("attached")
         for slot in reader.slots():
             assert same(slot.array, slot.number), f"item {slot.number} holds {host(slot.array)}"
@@ -118,8 +118,8 @@ def test_a_slots_arrays_end_with_its_turn(case: Case, session: Session) -> None:
             _ = taken.array
         with writer.slot():
             pass
-        for slot in reader.slots():
-            slot.release()  # before the turn ends: nothing more to do then
+        for taken in reader.slots():
+            taken.release()  # before the turn ends: nothing more to do then
             break
 
 
@@ -326,11 +326,12 @@ def test_another_writer_takes_over(case: Case, session: Session, spawn: Spawn) -
         waiting.get(timeout=0.05)
     with channel.writer() as writer:
         assert writer.epoch == 4
-        with writer.slot() as slot:
-            slot.array[...] = 1
-        assert slot.number > seen[-1]
-    with waiting.get() as slot:
-        assert slot.epoch == 4
+        with writer.slot() as written:
+            written.array[...] = 1
+        assert written.number is not None
+        assert written.number > seen[-1]
+    with waiting.get() as taken:
+        assert taken.epoch == 4
     with pytest.raises(EndOfStream):
         waiting.get()
     raising.close()
@@ -348,9 +349,9 @@ def test_items_left_unread_outlive_their_writer_and_the_next(case: Case, session
         with channel.writer() as writer, writer.slot() as slot:
             slot.array[...] = slot.number
         found = []
-        for slot in reader.slots():
-            assert same(slot.array, slot.number)
-            found.append((slot.epoch, slot.number))
+        for taken in reader.slots():
+            assert same(taken.array, taken.number)
+            found.append((taken.epoch, taken.number))
     assert [epoch for epoch, _ in found] == [1, 1, 2, 2, 3]
     numbers = [number for _, number in found]
     assert numbers == sorted(set(numbers))
@@ -487,6 +488,103 @@ def test_a_late_reader_starts_where_it_asks(case: Case, session: Session) -> Non
                 newest.get(timeout=0.02)
 
 
+# -- groups
+
+
+def read_in_group(peer: Peer, hold: bool) -> list[int]:
+    """Takes items until the end; with `hold`, keeps its first until it is told to go on."""
+    numbers: list[int] = []
+    with ipcsync.connect(name="member") as session, session.open_channel("frames").reader(group="g") as reader:
+        peer.send("attached")
+        for slot in reader.slots():
+            assert same(slot.array, slot.number)
+            if hold and not numbers:
+                peer.send(slot.number)
+                peer.recv()
+            numbers.append(slot.number)
+    return numbers
+
+
+def test_a_group_shares_the_items(case: Case, session: Session, spawn: Spawn) -> None:
+    session.create_channel("frames", shape=SHAPE, dtype="int32", depth=4, device=case.device)
+    members, other = [spawn(read_in_group, False) for _ in range(3)], spawn(read_all)
+    for child in (*members, other):
+        child.recv()
+    spawn(write_items, 60).join()
+    assert other.join() == list(range(1, 61))
+    shares = [member.join() for member in members]
+    assert all(share == sorted(share) for share in shares)
+    assert sorted(itertools.chain(*shares)) == list(range(1, 61))
+
+
+def test_a_busy_member_gets_less(case: Case, session: Session, spawn: Spawn) -> None:
+    channel = session.create_channel("frames", shape=SHAPE, dtype="int32", depth=4, device=case.device)
+    busy, free = spawn(read_in_group, True), spawn(read_in_group, False)
+    busy.recv()
+    with channel.writer() as writer:
+        free.recv()
+        for _ in range(20):
+            with writer.slot() as slot:
+                slot.array[...] = slot.number
+        first = busy.recv()
+        for _ in range(20):
+            with writer.slot() as slot:
+                slot.array[...] = slot.number
+        busy.send()
+    shares = [busy.join(), free.join()]
+    assert sorted(itertools.chain(*shares)) == list(range(1, 41))
+    assert shares[0][0] == first
+    assert len(shares[1]) >= 20
+
+
+@pytest.mark.parametrize("redeliver", [True, False])
+def test_a_dead_members_item_is_given_again_or_dropped(
+    case: Case, session: Session, spawn: Spawn, redeliver: bool
+) -> None:
+    channel = session.create_channel(
+        "frames", shape=SHAPE, dtype="int32", depth=3, device=case.device, redeliver=redeliver
+    )
+    victim = spawn(read_in_group, True)
+    victim.recv()
+    with channel.writer() as writer, channel.reader(group="g") as reader:
+        with writer.slot() as slot:
+            slot.array[...] = 1
+        assert victim.recv() == 1
+        victim.kill()
+        found = []
+        for _ in range(5):
+            with writer.slot() as slot:
+                slot.array[...] = slot.number
+            with reader.get() as taken:
+                assert same(taken.array, taken.number)
+                found.append(taken.number)
+        writer.close()
+        for taken in reader.slots():
+            assert same(taken.array, taken.number)
+            found.append(taken.number)
+    assert sorted(found) == ([1, 2, 3, 4, 5, 6] if redeliver else [2, 3, 4, 5, 6])
+
+
+def test_the_stream_is_not_over_while_a_member_may_still_die(case: Case, session: Session, spawn: Spawn) -> None:
+    channel = session.create_channel("frames", shape=SHAPE, dtype="int32", depth=3, device=case.device)
+    victim = spawn(read_in_group, True)
+    victim.recv()
+    with channel.reader(group="g") as reader:
+        with channel.writer() as writer, writer.slot() as slot:
+            slot.array[...] = 1
+        assert victim.recv() == 1
+        with pytest.raises(WaitTimeout, match="others of the group"):
+            reader.get(timeout=0.02)
+        victim.kill()
+        assert [taken.number for taken in reader.slots()] == [1]
+
+
+def test_groups_are_of_block_readers(case: Case, session: Session) -> None:
+    channel = session.create_channel("frames", shape=SHAPE, dtype="int32", device=case.device)
+    with pytest.raises(InvalidArgument, match="group"):
+        channel.reader(policy="latest", group="g")
+
+
 # -- streams
 
 
@@ -499,9 +597,9 @@ def test_the_writers_host_does_not_wait_for_the_readers_stream(case: Case, sessi
                 slot.array[...] = value
         held = [reader.get(reading) for _ in range(2)]
         gate = case.hold(reading)
-        copies = [case.copy_later(reading, slot.array) for slot in held]
-        for slot in held:
-            slot.release()  # on the stream, which is still before its copies
+        copies = [case.copy_later(reading, taken.array) for taken in held]
+        for taken in held:
+            taken.release()  # on the stream, which is still before its copies
         with writer.slot(writing) as slot:
             case.fill(writing, slot.array, 9)
         assert not writing.query(), "the writer's stream ran over what the reader's stream has still to read"
