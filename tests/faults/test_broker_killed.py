@@ -1,0 +1,108 @@
+"""The broker is killed again and again while processes exchange items, and started again each time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import ipcsync
+
+from ..harness import Broker, Child, Peer, wait_until
+
+KILLS = 15
+
+
+def write(peer: Peer) -> int:
+    """Writes numbered items until told to stop, creating an event now and then: work for the broker as well."""
+    with ipcsync.connect(name="writer", default_timeout=60.0) as session:
+        channel = session.create_channel("numbers", shape=(8,), dtype="int64", depth=4)
+        peer.send("created")
+        peer.recv()
+        number = 0
+        with channel.writer() as writer:
+            while not peer._connection.poll(0):
+                number += 1
+                with writer.slot(meta={"n": number}) as slot:
+                    slot.array[...] = number
+        peer.recv()
+        return number
+
+
+def read(peer: Peer) -> int:
+    """Every item, once, in order, whole."""
+    with ipcsync.connect(name="reader", default_timeout=60.0) as session:
+        expected = 0
+        with session.open_channel("numbers").reader() as reader:
+            peer.send("joined")
+            for slot in reader.slots():
+                expected += 1
+                assert slot.meta["n"] == expected
+                assert (slot.array == expected).all()
+                if expected % 1000 == 0:
+                    peer.send(expected)
+        return expected
+
+
+def control(peer: Peer) -> None:
+    """Calls the broker: each call is answered, by this broker or the next."""
+    with ipcsync.connect(name="control", default_timeout=60.0) as session:
+        peer.send("connected")
+        n = 0
+        while True:
+            word = peer.recv()
+            if word == "stop":
+                return
+            n += 1
+            began = time.monotonic()
+            event = session.create_event(f"event-{n}", timeout=30.0)
+            assert event.record() == 1
+            event.synchronize(round=1)
+            event.close()
+            peer.send(time.monotonic() - began)
+
+
+@pytest.mark.watchdog(240)
+def test_no_item_is_lost_and_everybody_comes_back(runtime: Path, spawn: Callable[..., Child]) -> None:
+    broker = Broker(runtime)
+    writer = spawn(write)
+    writer.recv()
+    reader, controller = spawn(read), spawn(control)
+    reader.recv()
+    controller.recv()
+    writer.send("go")
+    reader.recv(60)
+    back: list[float] = []
+    for _ in range(KILLS):
+        controller.send("call")  # under way as the broker dies
+        broker.kill()
+        broker.start()
+        back.append(controller.recv(60))
+        reader.recv(60)  # a thousand more came through
+    writer.send("stop")
+    written = writer.join(60)
+    while True:
+        try:
+            total = reader.join(60)
+            break
+        except AssertionError as error:
+            if "returned" not in str(error):
+                raise
+    assert total == written
+    controller.send("stop")
+    controller.join()
+    assert max(back) < 5.0, back
+    assert broker.stop() == 0, broker.log()
+
+
+def test_a_session_says_goodbye_to_the_next_broker(runtime: Path) -> None:
+    broker = Broker(runtime)
+    session = ipcsync.connect()
+    session.create_event("e")
+    broker.kill()
+    broker.start()
+    session.close()
+    wait_until(lambda: broker.process.poll() is None, "the broker to live")
+    assert broker.stop() == 0
