@@ -19,7 +19,7 @@ from rich.console import Console, RenderableType
 
 from . import ask, runtime, show
 from .errors import BrokerUnavailable, IpcSyncError, PermissionDenied, RuntimeDirectory
-from .overview import overview
+from .overview import KINDS, overview, rates
 
 NO_BROKER, BAD = 3, 2
 F = TypeVar("F", bound=Callable[..., Any])
@@ -94,7 +94,7 @@ def channels(runtime_dir: Path | None, namespace: str | None, as_json: bool) -> 
 def _only(seen: dict[str, Any], namespace: str | None) -> dict[str, Any]:
     if namespace is None:
         return seen
-    return {**seen, **{kind: [t for t in seen[kind] if t["namespace"] == namespace] for kind in show.KINDS}}
+    return {**seen, **{kind: [t for t in seen[kind] if t["namespace"] == namespace] for kind in KINDS}}
 
 
 @click.command()
@@ -113,7 +113,7 @@ def top(runtime_dir: Path | None, interval: float, count: int | None) -> None:
         try:
             while True:
                 seen, now = overview(where, asker.status()), time.monotonic()
-                per_second = show.rates(before and before[1], seen, now - before[0] if before else 0.0)
+                per_second = rates(before and before[1], seen, now - before[0] if before else 0.0)
                 live.update(show.everything(seen, per_second), refresh=True)
                 before, done = (now, seen), done + 1
                 if done == count:
@@ -181,7 +181,7 @@ def condemn(runtime_dir: Path | None, name: str, namespace: str, yes: bool) -> N
 
     where = ask.find(runtime_dir)
     seen = _only(_look(where), namespace)
-    found = [t for kind in show.KINDS for t in seen[kind] if t["name"] == name and t["named"]]
+    found = [t for kind in KINDS for t in seen[kind] if t["name"] == name and t["named"]]
     if not found:
         raise click.ClickException(f"there is no event, channel or array {name!r} in namespace {namespace!r}")
     thing = found[0]

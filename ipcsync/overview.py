@@ -17,6 +17,8 @@ from .host_waits import OUTCOMES
 from .ledger import FOREVER, Block, Cell, Header, Ledger
 from .ring import Buffer, Control, Head, Reader, open_control
 
+KINDS = ("events", "channels", "arrays")
+
 
 def overview(directory: Path, status: Mapping[str, Any]) -> dict[str, Any]:
     """The picture. `status` is the broker's answer; lists have at most the 1,000 entries that it has."""
@@ -25,6 +27,15 @@ def overview(directory: Path, status: Mapping[str, Any]) -> dict[str, Any]:
         return _Reading(directory, ledger, status).all()
     finally:
         ledger.region.close()
+
+
+def rates(before: Mapping[str, Any] | None, now: Mapping[str, Any], seconds: float) -> dict[int, float]:
+    """By incarnation, what completed a second between two overviews."""
+    if before is None or seconds <= 0:
+        return {}
+    was = {t["incarnation"]: t["completed"] for kind in KINDS for t in before[kind]}
+    things = [t for kind in KINDS for t in now[kind] if t["incarnation"] in was]
+    return {t["incarnation"]: (t["completed"] - was[t["incarnation"]]) / seconds for t in things}
 
 
 class _Reading:

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-Rates = Mapping[tuple[int, str], float]  # (incarnation, "completed") -> a second
+Rates = Mapping[int, float]  # by incarnation: rounds, items, versions a second
 
 
 def size(nbytes: float) -> str:
@@ -42,18 +42,6 @@ def _table(title: str, *columns: str) -> Table:
         right = column.lstrip("#") != column
         table.add_column(column.lstrip("#"), justify="right" if right else "left", overflow="fold")
     return table
-
-
-def rates(before: Mapping[str, Any] | None, now: Mapping[str, Any], seconds: float) -> dict[tuple[int, str], float]:
-    """What completed a second between two overviews."""
-    if before is None or seconds <= 0:
-        return {}
-    was = {t["incarnation"]: t["completed"] for kind in KINDS for t in before[kind]}
-    things = [t for kind in KINDS for t in now[kind] if t["incarnation"] in was]
-    return {(t["incarnation"], "completed"): (t["completed"] - was[t["incarnation"]]) / seconds for t in things}
-
-
-KINDS = ("events", "channels", "arrays")
 
 
 def broker(seen: Mapping[str, Any]) -> RenderableType:
@@ -146,7 +134,7 @@ def everything(seen: Mapping[str, Any], per_second: Rates | None = None) -> Rend
 
 
 def _rate(told: Mapping[str, Any], per_second: Rates | None) -> str:
-    found = (per_second or {}).get((told["incarnation"], "completed"))
+    found = (per_second or {}).get(told["incarnation"])
     return "" if found is None else f"{found:.1f}"
 
 

@@ -57,8 +57,12 @@ def _hops(found: Summary) -> Table:
     for title in ("hops", "p50", "p99"):
         table.add_column(title, justify="right")
     for name, told in found.as_json()["hops"].items():
-        table.add_row(name, str(told["count"]), f"{told['p50'] * 1e6:.0f} µs", f"{told['p99'] * 1e6:.0f} µs")
+        table.add_row(name, str(told["count"]), _span(told["p50"]), _span(told["p99"]))
     return table
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"
 
 
 @trace.command()

@@ -25,7 +25,7 @@ from typing import Any
 
 from ipcsync.ask import Asker
 from ipcsync.errors import InvalidArgument, IpcSyncError
-from ipcsync.overview import overview
+from ipcsync.overview import KINDS, overview, rates
 
 from . import metrics
 
@@ -55,15 +55,27 @@ class Looker:
         self._asker = Asker(directory)
         self._lock = threading.Lock()
         self._seen: tuple[float, dict[str, Any]] | None = None
+        self._before: tuple[float, dict[str, Any]] | None = None  # what rates are against
+        self._rates: dict[int, float] = {}
 
     def look(self) -> dict[str, Any]:
         """The overview; ``BrokerUnavailable`` if the loop does not answer within two seconds."""
         with self._lock:
             if self._seen is None or time.monotonic() - self._seen[0] > FRESH:
                 self._seen = None
-                told = self._asker.status(2.0)
-                self._seen = time.monotonic(), overview(self.directory, told)
+                seen = overview(self.directory, self._asker.status(2.0))
+                self._seen = time.monotonic(), seen
+                self._add_rates(*self._seen)
             return self._seen[1]
+
+    def _add_rates(self, now: float, seen: dict[str, Any]) -> None:
+        """``rate``: rounds a second, over the last second or more that somebody looked; None at first."""
+        if self._before is None or now - self._before[0] >= 1.0:
+            self._rates = rates(self._before and self._before[1], seen, now - self._before[0] if self._before else 0.0)
+            self._before = now, seen
+        for kind in KINDS:
+            for thing in seen[kind]:
+                thing["rate"] = self._rates.get(thing["incarnation"])
 
     def close(self) -> None:
         with self._lock:

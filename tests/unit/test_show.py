@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from ipcsync import show
+from ipcsync.overview import rates
 
 from .overview_sample import sample, session
 
@@ -37,9 +38,9 @@ def test_everything_there_is_is_shown() -> None:
 def test_rates_are_of_what_completed_in_between() -> None:
     before, now = sample(), sample()
     now["channels"][0]["completed"] += 30
-    assert show.rates(None, now, 1.0) == {}
-    found = show.rates(before, now, 2.0)
-    assert found[(2, "completed")] == 15.0
+    assert rates(None, now, 1.0) == {}
+    found = rates(before, now, 2.0)
+    assert found[2] == 15.0
     assert "15.0" in printed(show.channels(now, found))
 
 

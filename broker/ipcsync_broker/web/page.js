@@ -3,7 +3,6 @@
 
 const EVERY = 1000; // milliseconds
 const COLUMN = 210, ROW = 74, WIDTH = 160, HEIGHT = 46;
-let before = null; // {at, completed: incarnation -> rounds}
 
 function element(name, attributes = {}, ...children) {
   const space = "http://www.w3.org/2000/svg";
@@ -25,11 +24,7 @@ const span = (s) => (s < 120 ? `${Math.round(s)} s` : s < 7200 ? `${Math.round(s
 const who = (session) => (session ? `${session.name} (${session.pid})` : "-");
 const warmth = (share) => (share >= 0.99 ? "bad" : share >= 0.75 ? "warm" : "good");
 
-function rate(thing) {
-  const was = before && before.completed.get(thing.incarnation);
-  return was === undefined || was === null ? null : (thing.completed - was) / before.seconds;
-}
-const rateText = (thing) => (rate(thing) === null ? "" : rate(thing).toFixed(1));
+const rateText = (thing) => (thing.rate === null ? "" : thing.rate.toFixed(1));
 
 function fill(id, columns, rows, none) {
   const head = element("tr");
@@ -146,14 +141,11 @@ function box(node, x, y) {
 }
 
 function show(seen) {
-  const told = seen.broker, now = performance.now();
-  if (before) before.seconds = (now - before.at) / 1000;
+  const told = seen.broker;
   document.getElementById("broker").textContent = `broker ${told.pid}, version ${told.version}, up ${span(told.uptime)}, ` +
     `${told.sessions} sessions, ${size(told.bytes)} of memory, ${told.directory}`;
   tables(seen);
   graph(seen);
-  const all = [...seen.events, ...seen.channels, ...seen.arrays];
-  before = { at: now, completed: new Map(all.map((t) => [t.incarnation, t.completed])) };
 }
 
 async function turn() {
