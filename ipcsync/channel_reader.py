@@ -121,6 +121,7 @@ class Reader:
         try:
             while True:
                 self._await(deadline)
+                before = self._unconfirmed
                 slot = self._take(raw)
                 if slot is None:
                     continue
@@ -128,11 +129,13 @@ class Reader:
                     self._timeline.wait(raw, slot.number, deadline)
                 except PeerDied:
                     self._release(slot, None)
-                    self._unconfirmed = 0
+                    self._unconfirmed = before
                     if self.on_writer_death == "raise":
+                        self._turn.stop()
                         raise
                     continue  # never handed out: on to the next writer
                 except BaseException:
+                    self._unconfirmed = before
                     slot._arrays = None  # not delivered: the next get() takes it again
                     self._held.discard(slot)
                     self._turn.undo(slot._buffer, slot.number)

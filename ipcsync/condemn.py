@@ -141,6 +141,10 @@ def _judge(ledger: Ledger, cell: int, culprit: Culprit, report: Report) -> bool:
     ledger.write_text(at + Cell.CULPRIT_NAME, culprit.name)
     verdict = words[at + Cell.WORD] + 1
     words[at + Cell.VERDICT] = verdict
+    if words[at + Cell.ISSUED] < verdict - 1:
+        # It died between the write of a round and the word that says so: that round is complete, and who waits for it
+        # to be issued would wait for good. After the verdict: a living recorder stores no more from here on.
+        words[at + Cell.ISSUED] = verdict - 1
     report.verdicts[cell] = verdict
     return True
 

@@ -8,13 +8,24 @@ docs/design/ledger.md: announce (a wait entry, an intent), *then* load what may 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from . import linux
-from .errors import IpcSyncError, PeerDied, PeerFailed, RecorderBusy, ResourceLost, StaleHandle, WaitTimeout, WouldBlock
+from . import failpoints, linux
+from .errors import (
+    InvalidArgument,
+    IpcSyncError,
+    PeerDied,
+    PeerFailed,
+    RecorderBusy,
+    ResourceLost,
+    StaleHandle,
+    WaitTimeout,
+    WouldBlock,
+)
 from .host_waits import COMPLETED, ISSUED, HostWaits
-from .ledger import FOREVER, Block, Cell, Ledger, pack_wait, unpack_wait
+from .ledger import FOREVER, LAST_ROUND, Block, Cell, Ledger, pack_wait, unpack_wait
 from .waiting import Deadline, wait_word
 
 if TYPE_CHECKING:
@@ -65,24 +76,42 @@ class WaitTable:
                 if self._words[self._at + slot] < entry:
                     self._words[self._at + slot] = entry
                 return True
-            if not self._free and not self._prune():
+            if not self._free:
+                for other in list(self._of_cell):
+                    if self._reached(other):
+                        self._drop(other)
+            if not self._free:
                 return False
             slot = self._free.pop()
             self._of_cell[cell] = slot
             self._words[self._at + slot] = pack_wait(cell, round)
             return True
 
-    def _prune(self) -> bool:
-        """Drops entries whose round is complete, or whose verdict has been passed on and released."""
-        words, ledger = self._words, self._ledger
-        for cell, slot in list(self._of_cell.items()):
-            _, round = unpack_wait(words[self._at + slot])
-            at = ledger.cell(cell)
-            if words[at + Cell.WORD] >= round:
-                words[self._at + slot] = 0
-                del self._of_cell[cell]
-                self._free.append(slot)
-        return bool(self._free)
+    def reached(self, cell: int) -> bool:
+        """Whether no wait for this cell's word is outstanding."""
+        with self._lock:
+            return cell not in self._of_cell or self._reached(cell)
+
+    def forget(self, cell: int) -> None:
+        """The cell may become another event's: what was reached on it is dropped now."""
+        with self._lock:
+            if cell in self._of_cell and self._reached(cell):
+                self._drop(cell)
+
+    def outstanding(self) -> bool:
+        """Whether any wait is."""
+        with self._lock:
+            return not all(map(self._reached, self._of_cell))
+
+    def _reached(self, cell: int) -> bool:
+        """Its round is complete, or its verdict was passed on and its word released."""
+        _, round = unpack_wait(self._words[self._at + self._of_cell[cell]])
+        return bool(self._words[self._ledger.cell(cell) + Cell.WORD] >= round)
+
+    def _drop(self, cell: int) -> None:
+        slot = self._of_cell.pop(cell)
+        self._words[self._at + slot] = 0
+        self._free.append(slot)
 
 
 class Timeline:
@@ -107,9 +136,10 @@ class Timeline:
         self._wake_issued = linux.waker(self.region.address + 8 * (self.at + Cell.ISSUED))
         self._lock = threading.Lock()
         self._last_stream: Any = None
-        self._told = session.taint
+        self._told = session.told
         self._pen = False
         self._polled = backend.device_writes
+        self._passing: deque[Callable[[], bool]] = deque()  # of each wait enqueued: whether its stream has passed it
 
     # -- reading
 
@@ -170,37 +200,82 @@ class Timeline:
                 give_back()
                 self._pen = False
 
-    def record(self, raw: RawStream) -> int:
-        """Marks the next round on the stream and returns its number. The caller holds the pen."""
+    def record(self, raw: RawStream, deadline: Deadline | None = None) -> int:
+        """Marks the next round on the stream and returns its number. The caller holds the pen.
+
+        `deadline` (the session's default) is for the rare record that must wait: on another stream than the last, with
+        no place in the wait budget.
+        """
+        self.session.check()
+        while not (round := self._record(raw)):
+            # The host waits for the round before in the stream's stead, and holds no lock meanwhile.
+            self.wait_host(self.issued, deadline or self.session.deadline())
+        self._wake_issued()
+        return round
+
+    def _record(self, raw: RawStream) -> int:
+        """The round; 0 when the stream has to wait for the round before and may not."""
         words, at = self._words, self.at
         with self._lock:
             if not self._pen:
                 raise RecorderBusy(
                     f"this session does not hold the pen of {self.name!r}: record() takes it", name=self.name
                 )
-            self.session.check()
-            round = words[at + Cell.ISSUED] + 1
+            round: int = words[at + Cell.ISSUED] + 1
             words[at + Cell.INTENT] = round  # announce ...
-            if words[at + Cell.VERDICT] <= round or self.stale():  # ... check ...
+            if failpoints.ARMED:
+                failpoints.hit("record.intent")
+            if words[at + Cell.VERDICT] <= round or words[at + Cell.INCARNATION] != self.incarnation:  # ... check ...
                 self.refuse(round)
             if self.session.taint != self._told:
                 words[at + Cell.INTENT] = round - 1
-                self._told = self.session.taint
+                self._told = self.session.told = self.session.taint
                 raise self.session.taint_error()
             key = self.backend.stream_key(raw)
             if key != self._last_stream and self._last_stream is not None and words[at + Cell.WORD] < round - 1:
                 # Another stream than the last: rounds complete in order, so it waits for the round before.
-                self.session.enqueue_wait(
-                    self.backend, raw, self.region, at + Cell.WORD, round - 1, Deadline(None), self.name
-                )
+                if not self._behind(raw, round - 1):
+                    words[at + Cell.INTENT] = round - 1
+                    return 0
             self.backend.write(raw, self.region, at + Cell.WORD, round, verdict=at + Cell.VERDICT, failed=self._failed)
+            if failpoints.ARMED:
+                failpoints.hit("record.written")
             if words[at + Cell.FLAGS] & Cell.MIRROR and self.cuda_event is not None:
                 self.backend.event_record(self.cuda_event, raw)
                 words[at + Cell.CUDA_ROUND] = round
             self._last_stream = key
             words[at + Cell.ISSUED] = round  # ... and say so
-        self._wake_issued()
-        return int(round)
+            return round
+
+    def _behind(self, raw: RawStream, round: int) -> bool:
+        """Has the stream wait for our own round, if it may. It is announced as any wait: should another stream's work
+        fail before that round, what this one goes on to record is condemned with it."""
+        if self.backend.is_thread(raw) or not self.session.waits.announce(self.cell, round):
+            return False
+        if self._words[self.at + Cell.VERDICT] <= round:
+            self.refuse(round)
+        try:
+            self._enqueue(raw, round, Deadline(0.0), block=False)
+        except WouldBlock:
+            return False
+        return True
+
+    def _enqueue(self, raw: RawStream, round: int, deadline: Deadline, *, block: bool) -> None:
+        """Puts the wait on the stream, within the wait budget."""
+        session, backend, index = self.session, self.backend, self.at + Cell.WORD
+        if session.admit(backend, raw, self.region, index, round, deadline, self.name, block=block):
+            if self.by_event:
+                backend.event_wait(self.cuda_event, raw)
+            else:
+                backend.wait(raw, self.region, index, round)
+            while self._passing and self._passing[0]():
+                self._passing.popleft()
+            self._passing.append(backend.passed(raw))
+
+    def quiet(self) -> bool:
+        """Whether this process's streams have passed every wait for this event: only then may its cell become
+        another's."""
+        return self.session.waits.reached(self.cell) and all(passed() for passed in self._passing)
 
     def _failed(self, error: BaseException) -> None:
         """The stream's work before this record raised: the round will never be true."""
@@ -210,7 +285,11 @@ class Timeline:
 
     def resolve(self, round: int | None) -> int:
         """The round a wait without one means: the latest issued, and at least the first."""
-        return max(1, self.issued) if round is None else round
+        if round is None:
+            return max(1, self.issued)
+        if not isinstance(round, int) or not 1 <= round <= LAST_ROUND:
+            raise InvalidArgument(f"round={round!r}: rounds count from 1; None means the latest issued")
+        return round
 
     def wait_issued(self, round: int, deadline: Deadline, *, block: bool = True) -> None:
         """The host step: returns once `round` was submitted."""
@@ -264,25 +343,18 @@ class Timeline:
         if not self.session.waits.announce(self.cell, round):
             self.wait_host(round, deadline)  # more waits outstanding than a block has room for
             return
+        if failpoints.ARMED:
+            failpoints.hit("wait.announced")
         self.check(round)
-        if self.by_event:
-            self.backend.event_wait(self.cuda_event, raw)
-        else:
-            try:
-                self.session.enqueue_wait(
-                    self.backend, raw, self.region, at + Cell.WORD, round, deadline, self.name, block=block
-                )
-            except WaitTimeout:
-                self.check(round)
-                raise
+        try:
+            self._enqueue(raw, round, deadline, block=block)
+        except WaitTimeout:
+            self.check(round)
+            raise
 
     def query(self, round: int | None) -> bool:
         """Whether `round` (or the latest issued) is complete and true; False when nothing was issued."""
-        if round is None:
-            round = self.issued
-            if round == 0:
-                self.check(1)
-                return False
+        round = self.resolve(round)
         done = self._words[self.at + Cell.WORD] >= round
         self.check(round)
         return bool(done)
@@ -290,8 +362,8 @@ class Timeline:
     def between_slices(self, round: int) -> None:
         self.check(round)
         recorder = self._words[self.at + Cell.RECORDER]
-        if recorder and self.session.ledger.dying(recorder - 1):
-            self.session.suspect(recorder - 1)
+        if recorder and self.session.ledger.dying(recorder - 1) and not self.session.suspect(recorder - 1):
+            raise self.session.dead(recorder - 1, self.name, round)
 
 
 __all__ = ["FOREVER", "Timeline", "WaitTable", "verdict_error"]

@@ -59,7 +59,7 @@ def test_a_writer_dies_while_it_publishes(
     session: Session, spawn: Spawn, monkeypatch: pytest.MonkeyPatch, where: str, nth: int
 ) -> None:
     """What it had not issued does not exist; the next writer's items are numbered on, none twice."""
-    channel = session.create_channel("frames", shape=SHAPE, dtype="int32", depth=3, device="cpu")
+    channel = session.create_channel("frames", shape=SHAPE, dtype="int32", depth=8, device="cpu")
     with channel.reader(on_writer_death="wait") as reader, channel.reader() as raising:
         victim = die_at(monkeypatch, f"{where}=kill@{nth}", spawn, write, 5)
         gone(victim)
@@ -81,6 +81,22 @@ def test_a_writer_dies_while_it_publishes(
                 assert slot.number == number
         with pytest.raises(PeerDied):
             raising.get()
+
+
+@pytest.mark.parametrize("where", ["slot.publish", "record.intent", "record.written"])
+def test_readers_hear_of_it_with_no_other_writer(
+    session: Session, spawn: Spawn, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Also when the item's round was complete, but the writer died before it could say that it was issued."""
+    channel = session.create_channel("frames", shape=SHAPE, dtype="int32", depth=8, device="cpu")
+    numbers = []
+    with channel.reader() as reader:
+        gone(die_at(monkeypatch, f"{where}=kill@3", spawn, write, 5))
+        with pytest.raises(PeerDied):
+            for slot in reader.slots(timeout=10):
+                assert (slot.array == slot.number).all()
+                numbers.append(slot.number)
+    assert numbers in ([1, 2], [1, 2, 3])
 
 
 @pytest.mark.parametrize("where", ["slot.taken", "slot.release"])
