@@ -166,10 +166,11 @@ def test_a_timeout_enqueues_nothing(case: EventCase, session: Session) -> None:
     with pytest.raises(errors.WaitTimeout):
         event.synchronize(timeout=0.05)
     stream = case.stream()
-    case.hold(stream)
+    gate = case.hold(stream)
     event.record(stream)
     with pytest.raises(errors.WaitTimeout):
         event.synchronize(round=1, timeout=0.05)
+    gate.open()
 
 
 def test_a_reference_names_a_round_anywhere(case: EventCase, session: Session, spawn: Spawn) -> None:
