@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from .errors import DeviceUnavailable, InvalidArgument
 
@@ -25,7 +26,36 @@ class Device:
         """A name that means the same in every process: "cpu", or the GPU's UUID."""
         from .backends import select
 
-        return "cpu" if self.type == "cpu" else select.backend(self).uuid(self.index)
+        return select.backend(self).uuid(self.index)
+
+
+CPU = Device("cpu")
+
+
+def parse(device: object = None) -> tuple[str, int | None]:
+    """("cpu" | "cuda", ordinal or None where `device` names none); a device of None is what there is. Not checked
+    for being there; ``InvalidArgument`` for what is no device."""
+    found: Any = device
+    kind, index = None, None
+    if device is None:
+        from .backends import select
+
+        return ("cuda", None) if select.has_cuda() else ("cpu", 0)
+    if isinstance(device, str):
+        text = _TEXT.fullmatch(device)
+        if text is not None:
+            kind, index = text[1], None if text[2] is None else int(text[2])
+    elif isinstance(device, int) and not isinstance(device, bool):
+        kind, index = "cuda", device
+    elif isinstance(getattr(device, "type", None), str):  # ours, and torch.device
+        kind, index = found.type, found.index
+    elif isinstance(getattr(device, "id", None), int):  # cupy.cuda.Device
+        kind, index = "cuda", found.id
+    if kind == "cpu":
+        return "cpu", 0
+    if kind != "cuda" or not (index is None or isinstance(index, int)):
+        raise InvalidArgument(f'{device!r} is no device: "cpu", "cuda", "cuda:N", or a torch or CuPy device of these')
+    return kind, index
 
 
 def as_device(device: object = None) -> Device:
@@ -33,35 +63,17 @@ def as_device(device: object = None) -> Device:
 
     Raises ``InvalidArgument`` for what is no device, ``DeviceUnavailable`` for one that is not there.
     """
+    kind, index = parse(device)
+    if kind == "cpu":
+        return CPU
     from .backends import select
 
-    if isinstance(device, Device):
-        return device
-    if device is None:
-        return Device("cuda", select.backend("cuda").current_device()) if select.has_cuda() else Device("cpu")
-    if isinstance(device, int) and not isinstance(device, bool):
-        kind, index = "cuda", device
-    elif isinstance(device, str):
-        found = _TEXT.fullmatch(device)
-        if found is None:
-            raise InvalidArgument(f'{device!r} is no device: "cpu", "cuda" or "cuda:N"')
-        kind, index = found[1], None if found[2] is None else int(found[2])
-    elif isinstance(getattr(device, "type", None), str):  # torch.device
-        kind, index = device.type, device.index
-    elif hasattr(device, "id"):  # cupy.cuda.Device
-        kind, index = "cuda", device.id
-    else:
-        raise InvalidArgument(f'{device!r} is no device: "cpu", "cuda", "cuda:N", or a torch or CuPy device')
-    if kind == "cpu":
-        return Device("cpu")
-    if kind != "cuda":
-        raise InvalidArgument(f"devices of type {kind!r} are not supported: cpu and cuda are")
-    backend = select.backend("cuda")
+    backend = select.backend(kind)
     if index is None:
-        return Device("cuda", backend.current_device())
+        return Device(kind, backend.current_device())
     if not 0 <= index < backend.device_count():
         raise DeviceUnavailable(
-            f"there is no cuda:{index}: this process sees {backend.device_count()} (CUDA_VISIBLE_DEVICES?); "
+            f"there is no {kind}:{index}: this process sees {backend.device_count()} (CUDA_VISIBLE_DEVICES?); "
             "`ipcsync doctor` lists them"
         )
-    return Device("cuda", index)
+    return device if isinstance(device, Device) else Device(kind, index)

@@ -13,11 +13,10 @@ import enum
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from . import linux, trace
 from .errors import WaitTimeout
-from .shm import Region
 
 if TYPE_CHECKING:
     from .host_waits import Waiting
@@ -39,6 +38,13 @@ SLICE = 0.05
 _SPINS = 200 if len(os.sched_getaffinity(0)) > 1 else 1  # some 8 us; alone on a core they only keep the peer waiting
 
 
+class Words(Protocol):
+    """Memory that can be waited on: 64-bit words, and where they begin. A ``Region``, or a process's own."""
+
+    words: memoryview
+    address: int
+
+
 class Deadline:
     """A moment by which a host wait must have ended; ``Deadline(None)`` never comes."""
 
@@ -54,7 +60,7 @@ class Deadline:
 
 
 def wait_word(
-    region: Region,
+    region: Words,
     index: int,
     target: int,
     deadline: Deadline,

@@ -72,6 +72,10 @@ class Backend(ABC):
     def current_stream(self, device: int) -> RawStream:
         """The stream that work goes to when nobody names one (outside ``with stream:``, which stream.py knows)."""
 
+    def framework_streams(self, device: int) -> dict[str, RawStream]:
+        """The current stream of each framework that is loaded, by its name: "torch", "cupy". None on the host."""
+        return {}
+
     @abstractmethod
     def foreign_stream(self, stream: object) -> tuple[RawStream, int] | None:
         """(raw, device) of somebody else's stream object (CuPy's, torch's, ``__cuda_stream__``, an int), or None."""
@@ -161,6 +165,10 @@ class Backend(ABC):
     def wait(self, raw: RawStream, region: Region, index: int, value: int) -> None:
         """The stream goes on once word `index` is at least `value` (cyclically: GEQ). On the calling thread itself
         (host) this blocks; Layers 2 and 3 do not use it there."""
+
+    def passed(self, raw: RawStream) -> Callable[[], bool]:
+        """What tells, from now on, whether the stream has done all it was given till now. The stream may end before."""
+        return lambda: True
 
     def blocked_limit(self, device: int) -> int | None:
         """How many streams of this process may be blocked on words at once (hardware queues - 1); None: no limit."""

@@ -9,82 +9,19 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from .. import linux, runtime
-from ..errors import InvalidArgument, InvalidState, NotExportable, StreamFailed
+from ..errors import InvalidArgument, InvalidState, NotExportable
 from ..ledger import FOREVER
 from ..shm import Region
 from ..waiting import SLICE
 from .base import Backend, Memory, RawEvent, RawStream
 from .host_events import HostEvent
-
-
-class HostStream:
-    """A daemon thread and its queue."""
-
-    def __init__(self) -> None:
-        self._queue: deque[tuple[Callable[..., Any], tuple[Any, ...], Callable[[BaseException], None] | None]] = deque()
-        self._changed = threading.Condition()
-        self._busy = False
-        self._stop = False
-        self.error: BaseException | None = None
-        threading.Thread(target=self._run, name="ipcsync-stream", daemon=True).start()
-
-    def put(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], failed: Callable[[BaseException], None] | None = None
-    ) -> None:
-        with self._changed:
-            if self._stop:
-                raise InvalidState("this stream was closed")
-            self._queue.append((fn, args, failed))
-            self._changed.notify_all()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._busy = False
-                if not self._queue:
-                    self._changed.notify_all()
-                    while not self._queue:
-                        if self._stop:
-                            return
-                        self._changed.wait()
-                fn, args, failed = self._queue.popleft()
-                self._busy = True
-            if self.error is not None:
-                if failed is not None:
-                    failed(self.error)
-                continue
-            try:
-                fn(*args)
-            except BaseException as error:
-                self.error = error
-
-    def idle(self) -> bool:
-        with self._changed:
-            return not self._queue and not self._busy
-
-    def check(self) -> None:
-        if self.error is not None:
-            raise StreamFailed(
-                f"a call enqueued on this stream raised {self.error!r}: it takes no more work"
-            ) from self.error
-
-    def synchronize(self) -> None:
-        with self._changed:
-            while self._queue or self._busy:
-                self._changed.wait(SLICE)
-        self.check()
-
-    def close(self) -> None:
-        with self._changed:
-            self._stop = True
-            self._changed.notify_all()
+from .host_stream import HostStream
 
 
 def _store(region: Region, index: int, value: int, verdict: int | None) -> None:
@@ -133,8 +70,7 @@ class HostBackend(Backend):
         return HostStream()
 
     def drop_stream(self, raw: RawStream) -> None:
-        if raw is not None:
-            raw.close()
+        pass  # its thread ends with the last reference to it
 
     def current_stream(self, device: int) -> RawStream:
         return None
@@ -172,34 +108,38 @@ class HostBackend(Backend):
     # -- events
 
     def event_create(self, device: int, *, timing: bool, blocking: bool, interprocess: bool) -> RawEvent:
-        return HostEvent.create(timing=timing)
+        return HostEvent.create(interprocess=interprocess)
 
     def event_record(self, event: RawEvent, raw: RawStream) -> None:
-        ticket = event.begin()
-        if raw is None:
-            event.complete(ticket)
-        else:
+        if raw is not None:
             raw.check()
-            raw.put(event.complete, (ticket,), lambda error: event.condemn(ticket))
+        event.record(raw)
 
     def event_wait(self, event: RawEvent, raw: RawStream) -> None:
-        ticket = event.issued
-        if event.done(ticket):
-            return
+        ticket = event.latest
         if raw is None:
             event.wait(ticket)
         else:
             raw.check()
-            raw.put(event.wait, (ticket,))
+            if not event.done(ticket):
+                raw.put(event.wait, (ticket,))
 
     def event_query(self, event: RawEvent) -> bool:
-        return bool(event.done(event.issued))
+        return bool(event.done(event.latest))
 
     def event_synchronize(self, event: RawEvent) -> None:
-        event.wait(event.issued)
+        event.wait(event.latest)
 
     def event_elapsed(self, start: RawEvent, end: RawEvent) -> float:
-        return float(end.finished_at() - start.finished_at()) / 1e6
+        times = []
+        for event, what in ((start, "start"), (end, "end")):
+            number, lane = event.latest
+            if number == 0:
+                raise InvalidState(f"elapsed_time needs both events recorded, and the {what} is not")
+            if not event.done((number, lane)):
+                raise InvalidState(f"elapsed_time needs both events complete: synchronize() the {what} first")
+            times.append(event.finished[1])
+        return float(times[1] - times[0]) / 1e6
 
     def event_export(self, event: RawEvent) -> bytes:
         return bytes(event.handle())
@@ -239,6 +179,13 @@ class HostBackend(Backend):
         else:
             raw.check()
             raw.put(_await, (region, index, value))
+
+    def passed(self, raw: RawStream) -> Callable[[], bool]:
+        if raw is None:
+            return lambda: True
+        reached = threading.Event()
+        raw.put(reached.set, (), lambda _: reached.set())
+        return reached.is_set
 
     # -- memory
 

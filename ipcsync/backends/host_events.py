@@ -7,8 +7,9 @@ writer, the stream. ``ISSUED`` holds the latest ticket and its lane in one word,
 goes to another stream only once all it issued is complete; a lane whose stream failed, or whose process died with a
 record pending, is kept for good, because it is what tells its waiters so.
 
-Tickets are taken under a POSIX record lock, a byte of one lock file for each event, because any opener may record: the
-kernel lets it go if its holder dies. It is per process, so threads take a lock of their own first.
+Tickets are taken under a POSIX lock on the file, because any opener may record: the kernel lets it go if its holder
+dies. It is per process, so threads take a lock of their own first; and closing any descriptor of a file drops it, so a
+process opens each file once.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,9 @@ _LANES_AT, _LANE_WORDS = 8, 5
 _DONE, _LAST, _OWNER, _OWNER_START, _OWNER_NAMESPACE = range(_LANE_WORDS)
 _NWORDS = _LANES_AT + LANES * _LANE_WORDS
 _LANE_BITS = 6
+_PID_SHIFT = 40  # OWNER: the process above the number of its stream
 _TAG = b"ipcsyncH"
-_FOLDER, _LOCKS = "l1", "l1.lock"
+_FOLDER = "l1"
 
 Ticket = tuple[int, int]  # (number, lane); number 0: nothing was recorded
 
@@ -55,73 +57,57 @@ class _Private:
         self.words, self.address = memoryview(memory).cast("B").cast("Q"), ctypes.addressof(memory)
 
 
-class _Folder:
-    """Where the event files of one runtime directory are, and the file whose bytes are their locks.
-
-    The lock file is opened once a process and stays open: closing any descriptor of it would drop every lock on it.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / _FOLDER
-        self.path.mkdir(mode=0o700, exist_ok=True)
-        self._fd = os.open(directory / _LOCKS, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        found = os.stat(self.path)
-        self.identity = found.st_dev.to_bytes(8, "little") + found.st_ino.to_bytes(8, "little")
-
-    def __del__(self) -> None:
-        if hasattr(self, "_fd"):
-            os.close(self._fd)
-
-    @contextmanager
-    def locked(self, byte: int) -> Iterator[None]:
-        fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, byte)
-        try:
-            yield
-        finally:
-            fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, byte)
-
-
-_folders: weakref.WeakValueDictionary[Path, _Folder] = weakref.WeakValueDictionary()
 _events: weakref.WeakValueDictionary[Path, HostEvent] = weakref.WeakValueDictionary()  # one an event and process
-_making = threading.RLock()  # re-entrant: the collector may close a folder while a folder is made
+_opening = threading.RLock()  # re-entrant: the collector may come in between
+_swept: set[Path] = set()
 
 
-def _folder(*, create: bool) -> _Folder:
+def _folder(*, create: bool) -> Path:
+    """Where the event files of the runtime directory are. What dead processes left there is removed once a process."""
     directory = runtime.directory(create=create)
-    with _making:
-        found = _folders.get(directory)
-        if found is None:
-            if not create and not (directory / _FOLDER).is_dir():
-                raise HandleInvalid(f"no event was ever exported in {directory}: both sides need one runtime directory")
-            found = _folders[directory] = _Folder(directory)
+    folder = directory / _FOLDER
+    if create:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder not in _swept:
+            _swept.add(folder)
             sweep(directory)
-        return found
+    return folder
+
+
+def _where(folder: Path) -> bytes:
+    """16 bytes that are the same for whoever sees this folder, under whatever path."""
+    found = os.stat(folder)
+    return found.st_dev.to_bytes(8, "little") + found.st_ino.to_bytes(8, "little")
 
 
 class HostEvent:
     """One event, as one process sees it. `path` is None for one of this process alone."""
 
-    def __init__(self, memory: Words, folder: _Folder | None = None, path: Path | None = None, *, ours: bool = True):
+    def __init__(self, memory: Words, path: Path | None = None, *, ours: bool = True) -> None:
         self._memory, self._words = memory, memory.words
-        self._folder, self._path, self.ours = folder, path, ours
-        self._byte = 0 if path is None else int(path.name[:15], 16)
+        self._path, self.ours = path, ours
+        self._fd = -1 if path is None else os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._pid, self._start, self._namespace = _identity()
         self._lock = threading.Lock()
-        self._lane_of: dict[int, int] = {}  # by the stream's id; the words say whether it still holds
-        self.finished = (0, 0)  # the last ticket completed here and when, in ns: timing is for events of one process
+        self._lane_of: dict[int, int] = {}  # by the stream's number; the words say whether it still holds
+        self._cause: BaseException | None = None
+        self.finished = (0, 0)  # the latest ticket completed here and when, in ns: timing is for events of one process
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        if getattr(self, "_fd", -1) >= 0:
+            close(self._fd)
 
     @classmethod
     def create(cls, *, interprocess: bool) -> HostEvent:
         if not interprocess:
             return cls(_Private(_NWORDS))
-        folder = _folder(create=True)
-        path = folder.path / os.urandom(16).hex()
+        path = _folder(create=True) / os.urandom(16).hex()
 
         def fill(region: Region) -> None:
             region.words[_CREATOR], region.words[_START], region.words[_NAMESPACE] = _identity()
             region.words[0] = MAGIC
 
-        made = _events[path] = cls(Region.create(path, 8 * _NWORDS, fill), folder, path)
+        made = _events[path] = cls(Region.create(path, 8 * _NWORDS, fill), path)
         return made
 
     @classmethod
@@ -133,29 +119,29 @@ class HostEvent:
                 'device="cpu", interprocess=True'
             )
         folder = _folder(create=False)
-        path = folder.path / handle[8:24].hex()
-        with _making:
+        path = folder / handle[8:24].hex()
+        with _opening:
             found = _events.get(path)
             if found is not None:
                 return found
             try:
                 region = Region.open(path)
+                if region.nbytes < 8 * _NWORDS or region.words[0] != MAGIC:
+                    raise HandleInvalid("the event of this handle is of another version of ipcsync: share one")
+                made = _events[path] = cls(region, path, ours=False)
             except FileNotFoundError:
-                if handle[24:40] != folder.identity:
+                if not folder.is_dir() or handle[24:40] != _where(folder):
                     raise HandleInvalid(
-                        f"the handle is of another runtime directory than {path.parent.parent}: set "
-                        "IPCSYNC_RUNTIME_DIR to the same in both processes"
+                        f"the handle is of another runtime directory than {folder.parent}: set IPCSYNC_RUNTIME_DIR to "
+                        "the same in both processes"
                     ) from None
                 raise HandleInvalid("the event of this handle is gone: its creator ended, or let it go") from None
-            if region.nbytes < 8 * _NWORDS or region.words[0] != MAGIC:
-                raise HandleInvalid("the event of this handle was made by another version of ipcsync: share one")
-            made = _events[path] = cls(region, folder, path, ours=False)
             return made
 
     def handle(self) -> bytes:
-        if self._path is None or self._folder is None or not self.ours:
+        if self._path is None or not self.ours:
             raise NotExportable("only an event made here with interprocess=True has a handle")
-        return (_TAG + bytes.fromhex(self._path.name) + self._folder.identity).ljust(HANDLE_BYTES, b"\0")
+        return (_TAG + bytes.fromhex(self._path.name) + _where(self._path.parent)).ljust(HANDLE_BYTES, b"\0")
 
     def close(self) -> None:
         """Its creator removes the name. Whoever has it open, and work that is queued, goes on with it."""
@@ -173,31 +159,31 @@ class HostEvent:
     def record(self, stream: HostStream | None) -> None:
         """Records on the stream, or on the calling thread, where all before it is done already."""
         with self._lock:
-            if self._folder is None:
+            if self._fd < 0:
                 self._record(stream)
-            else:
-                with self._folder.locked(self._byte):
-                    self._record(stream)
+                return
+            try:
+                fcntl.lockf(self._fd, fcntl.LOCK_EX)
+                self._record(stream)
+            finally:
+                fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
     def _record(self, stream: HostStream | None) -> None:
         words = self._words
-        number = (words[_ISSUED] >> _LANE_BITS) + 1
-        if stream is None:
-            lane = 0  # of all threads: it is complete as it is issued, so its writer is whoever has the lock
-        else:
-            lane = self._lane(id(stream))
+        lane = 0 if stream is None else self._lane(stream.number)
         at = _LANES_AT + lane * _LANE_WORDS
+        # More than the lane's last too: an interrupt between here and the last line may have left that one unissued.
+        number = max(words[_ISSUED] >> _LANE_BITS, words[at + _LAST]) + 1
         words[at + _LAST] = number
-        if stream is None:
-            self.complete((number, 0))
-            words[_ISSUED] = number << _LANE_BITS
+        if stream is None:  # complete as it is issued, so that whoever has the lock may write it
+            self.complete(number, lane)
         else:
-            words[_ISSUED] = number << _LANE_BITS | lane
-            stream.put(self.complete, ((number, lane),), lambda _: self.condemn((number, lane)))
+            stream.put(self.complete, (number, lane), partial(self.condemn, number, lane))
+        words[_ISSUED] = number << _LANE_BITS | lane
 
     def _lane(self, stream: int) -> int:
         """The stream's lane, or a free one made its."""
-        words, owner = self._words, self._pid << 40 | stream >> 4 & (1 << 40) - 1
+        words, owner = self._words, self._pid << _PID_SHIFT | stream
         lane = self._lane_of.get(stream)
         if lane is not None:
             at = _LANES_AT + lane * _LANE_WORDS
@@ -208,6 +194,8 @@ class HostEvent:
             if words[at + _DONE] == words[at + _LAST]:
                 words[at + _OWNER], words[at + _OWNER_START] = owner, self._start
                 words[at + _OWNER_NAMESPACE] = self._namespace
+                if len(self._lane_of) >= LANES:  # streams come and go
+                    self._lane_of.clear()
                 self._lane_of[stream] = lane
                 return lane
         raise InvalidState(
@@ -215,16 +203,16 @@ class HostEvent:
             "synchronize, or make a new event"
         )
 
-    def complete(self, ticket: Ticket) -> None:
-        number, lane = ticket
-        self.finished = (number, time.perf_counter_ns())
+    def complete(self, number: int, lane: int) -> None:
+        if number > self.finished[0]:
+            self.finished = (number, time.perf_counter_ns())
         self._done(lane, number)
 
-    def condemn(self, ticket: Ticket) -> None:
+    def condemn(self, number: int, lane: int, cause: BaseException) -> None:
         """The work before the record raised."""
-        number, lane = ticket
         at = _LANES_AT + lane * _LANE_WORDS + _DONE
         if not self._words[at] & CONDEMNED:  # the first bad one stays
+            self._cause = cause
             self._done(lane, number | CONDEMNED)
 
     def _done(self, lane: int, value: int) -> None:
@@ -239,14 +227,14 @@ class HostEvent:
         number, lane = ticket
         value = self._words[_LANES_AT + lane * _LANE_WORDS + _DONE]
         if value & CONDEMNED and value ^ CONDEMNED <= number:
-            pid = self._words[_LANES_AT + lane * _LANE_WORDS + _OWNER] >> 40
+            pid = self._words[_LANES_AT + lane * _LANE_WORDS + _OWNER] >> _PID_SHIFT
             raise PeerFailed(
                 f"work of process {pid} before its record of this event raised: the record will never be true",
                 session="",
                 pid=pid,
                 round=number,
                 name="",
-            )
+            ) from self._cause
         return bool(value >= number)
 
     def wait(self, ticket: Ticket) -> None:
@@ -267,7 +255,7 @@ class HostEvent:
 
     def _alive(self, number: int, lane: int) -> None:
         words, at = self._words, _LANES_AT + lane * _LANE_WORDS
-        pid, start = words[at + _OWNER] >> 40, words[at + _OWNER_START]
+        pid, start = words[at + _OWNER] >> _PID_SHIFT, words[at + _OWNER_START]
         if pid == self._pid and words[at + _OWNER_NAMESPACE] == self._namespace:
             if sys.is_finalizing():
                 raise InvalidState("the interpreter is exiting and its stream threads have ended: synchronize before")
@@ -305,7 +293,11 @@ def sweep(directory: Path) -> None:
         except (OSError, ValueError):
             continue  # just removed by its creator, or no file of ours
         words: Any = region.words
-        gone = len(words) >= _NWORDS and words[_NAMESPACE] == namespace and linux.start_time(words[_CREATOR]) != words[_START]
+        gone = (
+            len(words) >= _NWORDS
+            and words[_NAMESPACE] == namespace
+            and linux.start_time(words[_CREATOR]) != words[_START]
+        )
         region.close()
         if gone:
             path.unlink(missing_ok=True)

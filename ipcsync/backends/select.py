@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from typing import TYPE_CHECKING
 
-from ..errors import DeviceUnavailable
+from ..errors import DeviceUnavailable, InvalidArgument
 
 if TYPE_CHECKING:
     from ..device import Device
     from .base import Backend
 
 
+_lock = threading.RLock()
+
+
 def backend(device: Device | str) -> Backend:
-    """The backend of a device, or of a device type. ``DeviceUnavailable`` says what is missing for cuda."""
-    return _backend(device if isinstance(device, str) else device.type)
+    """The backend of a device, or of a device type ("cpu", "cuda"): one each for the whole process.
+
+    ``DeviceUnavailable`` says what is missing for cuda, and that ``ipcsync doctor`` tells more.
+    """
+    kind = device if isinstance(device, str) else device.type
+    try:
+        return _made[kind]
+    except KeyError:
+        with _lock:
+            return _made.get(kind) or _made.setdefault(kind, _make(kind))
 
 
-@cache
-def _backend(kind: str) -> Backend:
+_made: dict[str, Backend] = {}
+
+
+def _make(kind: str) -> Backend:
     if kind == "cpu":
         from .host import HostBackend
 
         return HostBackend()
-    from .cuda import CudaBackend
+    if kind == "cuda":
+        from .cuda import CudaBackend
 
-    return CudaBackend()
+        return CudaBackend()
+    raise InvalidArgument(f'there is no backend {kind!r}: "cpu" and "cuda"')
 
 
 @cache
