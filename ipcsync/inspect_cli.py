@@ -153,10 +153,10 @@ def why(runtime_dir: Path | None, name: str, as_json: bool) -> None:
         picture = why_ledger.read(ledger, status=told)
     finally:
         ledger.region.close()
-    procs, things = chains.find(picture, name)
-    if not procs and not things:
+    starts = chains.find(picture, name)
+    if not starts:
         raise click.ClickException(f"there is no session and no event, channel or array {name!r} here")
-    chain = chains.follow(picture, *procs, *things)
+    chain = chains.follow(picture, *starts)
     if as_json:
         click.echo(json.dumps(chains.as_json(chain), indent=2))
     else:

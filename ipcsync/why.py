@@ -13,7 +13,9 @@ from typing import Any, Literal
 
 from .host_waits import BUDGET, COMPLETED, ISSUED, SPACE
 
-DEVICE = 5  # beside the kinds of host waits: a stream of the session waits for the round, the host does not
+# Beside the kinds of host waits: a stream waits for the round, the host does not; and the host waits for a name to be
+# created, which only the broker knows.
+DEVICE, NAME = 5, 6
 
 ProcessState = Literal["running", "stopped", "dead", "silent", "elsewhere"]  # elsewhere: another pid namespace
 
@@ -41,6 +43,7 @@ class Wait:
     cell: int
     round: int
     since: int | None = None
+    name: str = ""  # of NAME: what is to be created; its `cell` is -1
 
 
 @dataclass(frozen=True)
@@ -111,11 +114,12 @@ class Chain:
     deadlocks: list[list[str]] = field(default_factory=list)
 
 
-def find(picture: Picture, name: str) -> tuple[list[Proc], list[Thing]]:
-    """The sessions and things of this name; ``namespace/name`` names a thing of one namespace."""
+def find(picture: Picture, name: str) -> list[Proc | Thing | Wait]:
+    """The sessions and things of this name, and who waits for it to be created; ``namespace/name`` names a thing of
+    one namespace."""
     procs = [p for p in picture.procs.values() if p.name == name]
     things = [t for t in picture.things.values() if name in (t.name, f"{t.namespace}/{t.name}")]
-    return procs, things
+    return [*procs, *things, *(w for w in picture.waits if w.name in (name, name.rpartition("/")[2]) and w.name)]
 
 
 def follow(picture: Picture, *starts: Wait | Proc | Thing) -> Chain:
@@ -163,12 +167,13 @@ class _Walk:
         if wait in self.seen:
             return
         self.seen.add(wait)
+        if wait.kind == NAME:
+            self.link(wait, f"{wait.name!r} to be created", [])
+            self.end(End("nobody", f"nobody has created {wait.name!r}"))
+            return
         thing = self.picture.things.get(wait.cell) or Thing(wait.cell, f"cell {wait.cell}")
         blockers = _blockers(wait, thing)
-        proc = self.picture.procs.get(wait.block)
-        waiter = str(proc) if proc else f"session of block {wait.block}"
-        seconds = None if wait.since is None else (self.picture.now - wait.since) / 1e9
-        self.chain.links.append(Link(wait, waiter, _what(wait, thing), seconds, tuple(blockers)))
+        self.link(wait, _what(wait, thing), blockers)
         if thing.verdict is not None and thing.verdict <= wait.round and wait.kind != SPACE:
             self.end(
                 End("condemned", f"{_called(thing)} is condemned from round {thing.verdict} on: the wait will raise")
@@ -183,6 +188,12 @@ class _Walk:
             for other in self.picture.of(wait.block):
                 if other.kind == DEVICE:
                     self.wait(other, trail)
+
+    def link(self, wait: Wait, what: str, blockers: list[int]) -> None:
+        proc = self.picture.procs.get(wait.block)
+        waiter = str(proc) if proc else f"session of block {wait.block}"
+        seconds = None if wait.since is None else (self.picture.now - wait.since) / 1e9
+        self.chain.links.append(Link(wait, waiter, what, seconds, tuple(blockers)))
 
     def end(self, end: End) -> None:
         if end not in self.ended:

@@ -14,7 +14,7 @@ from .host_waits import announced
 from .ledger import FOREVER, Block, Cell, Header, Ledger
 from .overview import reader_load
 from .ring import Control, Reader, open_control
-from .why import DEVICE, Holder, Picture, Proc, ProcessState, Thing, Wait
+from .why import DEVICE, NAME, Holder, Picture, Proc, ProcessState, Thing, Wait
 
 
 def read(ledger: Ledger, *, names: Mapping[int, str] | None = None, status: Mapping[str, Any] | None = None) -> Picture:
@@ -22,6 +22,8 @@ def read(ledger: Ledger, *, names: Mapping[int, str] | None = None, status: Mapp
     called: it keeps the first 64 bytes of a name, and none of what is condemned."""
     procs = {proc.block: proc for proc in _procs(ledger)}
     waits = tuple(w for block in procs for w in _waits(ledger, block))
+    for told in (status or {}).get("awaited", ()):
+        waits += (Wait(told["block"], NAME, -1, 0, int(told["since"] * 1e9), told["name"]),)
     wanted = {wait.cell for wait in waits}
     things = {thing.cell: thing for thing in _things(ledger, names or {}, wanted)}
     for told in (status or {}).get("things", ()):

@@ -67,6 +67,7 @@ class Parked:
     call: Call
     retry: Callable[[], Struct | None]
     expired: Callable[[], errors.IpcSyncError]
+    since: float = 0.0
 
 
 Handler = Callable[["State", Call, Any], Struct | None]  # None: the answer comes later
@@ -255,7 +256,7 @@ class State:
     def park(
         self, key: object, call: Call, retry: Callable[[], Struct | None], expired: Callable[[], errors.IpcSyncError]
     ) -> None:
-        self.parked.append(Parked(key, call, retry, expired))
+        self.parked.append(Parked(key, call, retry, expired, self.now))
 
     def unpark(self, key: object) -> None:
         """What `key` stands for has changed: the calls parked under it are tried again."""
@@ -345,6 +346,11 @@ class State:
             "sessions_total": len(self.sessions),
             "things_total": len(self.things),
             "parked": len(self.parked),
+            "awaited": [
+                {"block": p.call.session.block, "namespace": p.key[0], "name": p.key[1], "since": p.since}
+                for p in self.parked[:1000]
+                if isinstance(p.key, tuple) and isinstance(p.key[1], str)
+            ],
             "cells_in_use": self.cells_used - len(self.free_cells),
             "bytes": sum(t.nbytes for t in self.things.values()),
             "sessions": [

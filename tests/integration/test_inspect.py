@@ -214,3 +214,20 @@ def test_logs_say_where_a_broker_in_the_foreground_writes(broker: Broker) -> Non
     done = run("logs")
     assert done.returncode == 1
     assert str(broker.output) in done.stderr
+
+
+def opens(peer: Peer) -> None:
+    with ipcsync.connect(name="edges") as session:
+        peer.send("opens")
+        session.open_channel("frames", timeout=30.0).close()
+
+
+def test_why_knows_who_waits_for_a_name(spawn: Spawn, session: Session) -> None:
+    child = spawn(opens)
+    assert child.recv() == "opens"
+    wait_until(lambda: run("why", "frames").returncode == 0, "the wait")
+    assert f"'edges' (pid {child.pid}) waits for 'frames' to be created" in run("why", "edges").stdout
+    assert "nobody has created 'frames'" in run("why", "frames").stdout
+    channel = session.create_channel("frames", shape=(4,), dtype="uint8", depth=2, device="cpu")
+    child.join()
+    channel.close()

@@ -14,7 +14,7 @@ from ipcsync.errors import WaitTimeout
 from ipcsync.host_waits import BUDGET, COMPLETED, ISSUED, SPACE, HostWait, HostWaits, announced
 from ipcsync.ledger import BLOCK_WORDS, Block, Cell, Ledger, pack_wait
 from ipcsync.waiting import Deadline, wait_word
-from ipcsync.why import DEVICE, Holder, Picture, Proc, Thing, Wait, as_json, find, follow, sentences
+from ipcsync.why import DEVICE, NAME, Holder, Picture, Proc, Thing, Wait, as_json, find, follow, sentences
 from ipcsync.wire import ChannelSpec, FieldSpec
 
 READ, EDGES, SAVE = (Proc(i, i + 10, name, 100 + i) for i, name in enumerate(("read", "edges", "save")))
@@ -99,8 +99,18 @@ def test_a_full_budget_is_followed_to_what_its_streams_wait_for() -> None:
 
 def test_names_are_found_as_sessions_and_as_things() -> None:
     seen = picture(things=(Thing(0, "edges", "channel", "run-1"), Thing(1, "edges", "channel", "run-2")))
-    assert find(seen, "edges") == ([EDGES], [seen.things[0], seen.things[1]])
-    assert find(seen, "run-2/edges") == ([], [seen.things[1]])
+    assert find(seen, "edges") == [EDGES, seen.things[0], seen.things[1]]
+    assert find(seen, "run-2/edges") == [seen.things[1]]
+
+
+def test_a_name_that_nobody_created_is_found_by_who_waits_for_it() -> None:
+    seen = picture(Wait(1, NAME, -1, 0, 8 * SECOND, "frames"), things=())
+    chain = follow(seen, *find(seen, "frames"))
+    assert sentences(chain).splitlines() == [
+        "'edges' (pid 101) waits for 'frames' to be created, for 2.0 s",
+        "and: nobody has created 'frames'",
+    ]
+    assert follow(seen, EDGES) == chain
 
 
 # -- the ledger
