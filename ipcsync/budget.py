@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from .errors import WaitTimeout, WouldBlock
 from .waiting import Deadline
 
 if TYPE_CHECKING:
+    from .backends.base import Backend
     from .host_waits import Waiting
 
 Reached = Callable[[], bool]
@@ -28,7 +30,7 @@ class Budget:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.held = 0  # how often a caller was kept
-        self._blocked: dict[Hashable, Reached] = {}  # stream -> whether its last wait has been reached
+        self._blocked: dict[Hashable, deque[Reached]] = {}  # stream -> its waits, in order
         self._lock = threading.Lock()
 
     def enter(
@@ -88,17 +90,41 @@ class Budget:
 
     def _place(self, stream: Hashable, reached: Reached) -> bool:
         with self._lock:
-            if stream not in self._blocked and len(self._blocked) >= self.limit:
-                for other, done in list(self._blocked.items()):
-                    if done():
-                        del self._blocked[other]
+            waits = self._blocked.get(stream)
+            if waits is None:
                 if len(self._blocked) >= self.limit:
-                    return False
-            self._blocked[stream] = reached
+                    for other in list(self._blocked):
+                        self._settle(other)
+                    if len(self._blocked) >= self.limit:
+                        return False
+                waits = self._blocked[stream] = deque()
+            while waits and waits[0]():
+                waits.popleft()
+            waits.append(reached)
             return True
+
+    def _settle(self, stream: Hashable) -> None:
+        """A stream is at the first of its waits that has not been reached; with none left it runs."""
+        waits = self._blocked[stream]
+        while waits and waits[0]():
+            waits.popleft()
+        if not waits:
+            del self._blocked[stream]
 
     def _why(self) -> str:
         return (
             f"the wait budget of this process is {self.limit} streams blocked on others at once (its hardware queues "
             "less one) and all are; start it with CUDA_DEVICE_MAX_CONNECTIONS=32, or wait on fewer streams"
         )
+
+
+_budgets: dict[tuple[Backend, int], Budget | None] = {}
+
+
+def budget_of(backend: Backend, device: int) -> Budget | None:
+    """This process's budget for a device, whichever session asks; None where streams hold no hardware queue."""
+    key = (backend, device)
+    if key not in _budgets:
+        limit = backend.blocked_limit(device)
+        _budgets.setdefault(key, None if limit is None else Budget(limit))
+    return _budgets[key]

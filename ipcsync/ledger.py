@@ -80,6 +80,7 @@ class Cell:
 
 BLOCK_WORDS, CELL_WORDS = PAGE // 8, 256 // 8
 _ROUND_BITS = 44
+LAST_ROUND = (1 << _ROUND_BITS) - 1
 
 
 def pack_wait(cell: int, round: int) -> int:
@@ -88,7 +89,7 @@ def pack_wait(cell: int, round: int) -> int:
 
 
 def unpack_wait(entry: int) -> tuple[int, int]:
-    return (entry >> _ROUND_BITS) - 1, entry & ((1 << _ROUND_BITS) - 1)
+    return (entry >> _ROUND_BITS) - 1, entry & LAST_ROUND
 
 
 class Ledger:

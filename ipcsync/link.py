@@ -1,8 +1,9 @@
-"""The client's line to the broker: one I/O thread that owns the sockets, and calls from any other thread.
+"""The client's line to the broker: one I/O thread that owns the socket, and calls from any other thread.
 
-It says hello, holds the session's robust life word (so its end is the session's death), beats, matches replies to calls
-and notices a broker that was restarted: every reply and announcement carries the boot token. Then it says hello again,
-with what the session holds, after a jittered pause; calls that were under way are sent again.
+It says hello, holds the session's robust life word (so its end is the session's death), beats in a word of the ledger,
+and matches replies to calls. It notices a broker that was restarted, since every reply and the ledger's header carry
+the broker's boot token. Then it says hello again, with what the session holds, after a jittered pause; calls that were
+under way are sent again.
 """
 
 from __future__ import annotations
@@ -14,104 +15,164 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import zmq
 
 from . import errors, linux, runtime, wire
-from .ledger import Block, Ledger
+from .ledger import Block, Header, Ledger
 from .waiting import Deadline
 
 S = TypeVar("S")
 BEAT = 1.0
 GRACE = 0.5  # seconds that a broker gets beyond a call's deadline to say why it failed
 BACK_OFF = 0.3  # up to this long a session waits before it greets a restarted broker: they all come at once
+LOOK = 0.02  # between looks whether what is to be posted later can be
+AGAIN = 1.0  # a hello that a living broker did not answer for so long was lost with the one before it
 LOST = 10.0  # a call without a deadline gives up after no broker was there for so long
+STALLED = 1_000_000_000  # nanoseconds without a turn of its loop after which a broker is not counted on
 
 
 class _Call:
-    __slots__ = ("body", "done", "id", "op", "reply", "until")
+    __slots__ = ("body", "done", "id", "op", "posted", "reply", "until")
 
-    def __init__(self, id: int, op: str, body: dict[str, Any], until: float | None) -> None:
-        self.id, self.op, self.body, self.until = id, op, body, until
+    def __init__(self, id: int, op: str, body: msgspec.Struct, until: float | None, *, posted: bool = False) -> None:
+        self.id, self.op, self.until, self.posted = id, op, until, posted
+        self.body = msgspec.to_builtins(body, builtin_types=(bytes,))
         self.done = threading.Event()
         self.reply: wire.Reply | errors.IpcSyncError | None = None
 
+    def answer(self, reply: wire.Reply | errors.IpcSyncError) -> None:
+        self.reply = reply
+        self.done.set()
+
+    def frame(self) -> bytes:
+        left = None if self.until is None else max(0.0, self.until - time.monotonic())
+        return wire.encode(wire.Request(wire.PROTOCOL_MAX, self.id, self.op, self.body, left))
+
 
 class Link(threading.Thread):
-    """`hello` makes the greeting anew each time; `greeted(welcome, ledger)` is told of each that was answered."""
+    """`hello` makes the greeting anew each time; `greeted(welcome)` is told of each that was answered and gives the
+    ledger; `lost(error)` is told that the session has ended without having been closed."""
 
     def __init__(
         self,
         directory: Path,
-        namespace: str,
         hello: Callable[[], wire.Hello],
         greeted: Callable[[wire.Welcome], Ledger],
-        heard: Callable[[wire.Announcement], None],
+        lost: Callable[[errors.IpcSyncError], None],
     ) -> None:
         super().__init__(name="ipcsync-link", daemon=True)
-        self.directory, self.namespace = directory, namespace
-        self._hello, self._greeted, self._heard = hello, greeted, heard
+        self.directory = directory
+        self._hello, self._greeted, self._lost = hello, greeted, lost
         self._ids = 0
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _Call] = {}  # without an answer yet
         self._outbox: deque[_Call] = deque()
+        self._later: list[tuple[Callable[[], bool], str, msgspec.Struct]] = []
         self._lock = threading.Lock()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ending = False
+        self._ended: errors.IpcSyncError | None = None
         self._greeting: _Call | None = None
-        self._greet_at = 0.0
-        self.boot = b""
-        self.welcomed = threading.Event()
-        self.failure: errors.IpcSyncError | None = None
-        self.ledger: Ledger | None = None
+        self._greet_at = self._greeted_at = 0.0
         self._life = self._at = self._number = 0
+        self.boot = b""
+        self.ledger: Ledger | None = None
+        self.welcomed = threading.Event()  # or refused: then there is a failure
+        self.failure: errors.IpcSyncError | None = None
+        self.hasty = False  # the session is closing: a broker that is not there is not waited for
 
     # -- any thread
 
     def call(self, op: str, body: msgspec.Struct, reply: type[S], deadline: Deadline) -> S:
-        left = None if deadline.at is None else max(0.0, deadline.at - time.monotonic())
-        with self._lock:
-            if self._ending:
-                raise errors.SessionClosed("the session was closed: connect again")
-            self._ids += 1
-            call = _Call(self._ids, op, msgspec.to_builtins(body, builtin_types=(bytes,)), deadline.at)
-            self._calls[call.id] = call
-            self._outbox.append(call)
-        self._ring()
-        gone_since: float | None = None
-        until = None if left is None else time.monotonic() + left + GRACE
-        while not call.done.wait(0.5 if until is None else max(0.0, min(0.5, until - time.monotonic()))):
-            now = time.monotonic()
-            if until is not None and now >= until:
-                break
-            gone_since = None if runtime.broker_pid(self.directory) is not None else gone_since or now
-            if until is None and gone_since is not None and now - gone_since > LOST:
-                break
-        with self._lock:
-            self._calls.pop(call.id, None)
+        """A request and its answer, typed; the broker's error, or ``BrokerUnavailable`` at the deadline."""
+        call = self._queue(op, body, deadline.at)
+        try:
+            self._await(call, deadline)
+        finally:
+            with self._lock:
+                self._calls.pop(call.id, None)
+        if isinstance(call.reply, errors.IpcSyncError):
+            raise call.reply
         if call.reply is None:
             raise errors.BrokerUnavailable(
                 f"no broker answered {op!r} in time: is one running in {self.directory}? Attached work goes on"
             )
-        if isinstance(call.reply, errors.IpcSyncError):
-            raise call.reply
         if not call.reply.ok:
             wire.raise_failure(call.reply.error or wire.Failure("error", "the broker gave no reason"))
         return wire.convert(call.reply.body, reply)
 
     def post(self, op: str, body: msgspec.Struct) -> None:
-        """Sends a request whose answer nobody waits for."""
-        with self._lock:
-            self._ids += 1
-            self._outbox.append(_Call(self._ids, op, msgspec.to_builtins(body, builtin_types=(bytes,)), None))
+        """Sends a request whose answer nobody waits for. It is sent again to a restarted broker, as calls are."""
+        try:
+            self._queue(op, body, None, posted=True)
+        except errors.IpcSyncError:
+            pass  # the session has ended, and with it what this was about
+
+    def post_when(self, ready: Callable[[], bool], op: str, body: msgspec.Struct) -> None:
+        """Posts the request once `ready()`, which must not block, is true; the I/O thread looks."""
+        self._later.append((ready, op, body))
         self._ring()
+
+    def settle(self, deadline: Deadline) -> None:
+        """Waits until all that is to be posted later was posted."""
+        while self._later and deadline.left() > 0.0 and self._ended is None:
+            time.sleep(0.002)
+
+    def alive(self) -> bool:
+        """Whether there is a broker and its loop turned within the last second."""
+        if runtime.broker_pid(self.directory) is None:
+            return False
+        return self.ledger is None or time.monotonic_ns() - self.ledger.words[Header.TICK] < STALLED
+
+    def dismiss(self, error: errors.IpcSyncError) -> None:
+        """Answers every call under way with `error`."""
+        with self._lock:
+            for call in list(self._calls.values()):
+                if not call.posted:
+                    del self._calls[call.id]
+                    call.answer(error)
 
     def stop(self) -> None:
         """Ends the thread; its life word is unlocked, so it is no death."""
         self._ending = True
         self._ring()
         self.join(5.0)
+
+    def _queue(self, op: str, body: msgspec.Struct, until: float | None, *, posted: bool = False) -> _Call:
+        with self._lock:
+            if self._ended is not None:
+                raise self._ended
+            self._ids += 1
+            call = self._calls[self._ids] = _Call(self._ids, op, body, until, posted=posted)
+            if len(call.frame()) > wire.MAX_MESSAGE:
+                del self._calls[call.id]
+                raise errors.InvalidArgument(
+                    f"this {op} would be a message of more than {wire.MAX_MESSAGE} bytes: use fewer or smaller fields"
+                )
+            self._outbox.append(call)
+        self._ring()
+        return call
+
+    def _await(self, call: _Call, deadline: Deadline) -> None:
+        gone_since: float | None = None
+        while True:
+            now = time.monotonic()
+            slice = 0.05 if self.hasty else 0.5
+            if deadline.at is not None:
+                slice = min(slice, deadline.at - now if now < deadline.at else deadline.at + GRACE - now)
+            if call.done.wait(max(0.0, slice)):
+                return
+            now = time.monotonic()
+            alive = self.alive()
+            gone_since = None if alive else gone_since or now
+            if deadline.at is None:
+                late = gone_since is not None and now - gone_since > LOST
+            else:
+                late = now >= deadline.at + (GRACE if alive else 0.0)
+            if late or (self.hasty and not alive):
+                return
 
     def _ring(self) -> None:
         try:
@@ -123,78 +184,95 @@ class Link(threading.Thread):
 
     def run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        dealer, sub = context.socket(zmq.DEALER), context.socket(zmq.SUB)
+        dealer = context.socket(zmq.DEALER)
+        ended: errors.IpcSyncError = errors.SessionClosed("the session was closed: connect again")
         try:
-            for socket in (dealer, sub):
-                socket.setsockopt(zmq.LINGER, 200)
-                socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE)
-                socket.setsockopt(zmq.RECONNECT_IVL, 50)
-                socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-            sub.setsockopt(zmq.SUBSCRIBE, self.namespace.encode())
-            sub.setsockopt(zmq.SUBSCRIBE, b"")
+            dealer.setsockopt(zmq.LINGER, 200)
+            dealer.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE)
+            dealer.setsockopt(zmq.RECONNECT_IVL, 50)
+            dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
             dealer.connect(runtime.broker_endpoint(self.directory))
-            sub.connect(runtime.announce_endpoint(self.directory))
-            self._loop(dealer, sub)
+            self._loop(dealer)
+        except errors.IpcSyncError as error:
+            ended = error
         except BaseException as error:
-            self.failure = self.failure or errors.IpcSyncError(f"the session's I/O thread failed: {error!r}")
-            self.welcomed.set()
-            if not isinstance(error, errors.IpcSyncError):
-                raise
+            ended = errors.IpcSyncError(f"the session's I/O thread failed ({error!r}): connect again")
+            raise
         finally:
-            if self._life and self._ending:
+            if not self._ending:
+                self.failure = ended
+                self._lost(ended)
+            elif self._life:
                 linux.robust_unlock(self._life)
-            for call in list(self._calls.values()):
-                call.reply = errors.SessionClosed("the session was closed: connect again")
-                call.done.set()
+            with self._lock:
+                self._ended = ended
+                calls = list(self._calls.values())
+            for call in calls:
+                call.answer(ended)
+            self.welcomed.set()
             dealer.close()
-            sub.close()
             context.term()
             os.close(self._bell)
 
-    def _loop(self, dealer: zmq.Socket[bytes], sub: zmq.Socket[bytes]) -> None:
+    def _loop(self, dealer: zmq.Socket[bytes]) -> None:
         poller = zmq.Poller()
-        for source in (dealer, sub, self._bell):
-            poller.register(source, zmq.POLLIN)
-        beat_at = time.monotonic() + BEAT
+        poller.register(dealer, zmq.POLLIN)
+        poller.register(self._bell, zmq.POLLIN)
+        beat_at = 0.0
         self._greet(dealer)
         while not self._ending or self._outbox:
             now = time.monotonic()
+            if now >= beat_at:
+                beat_at = now + BEAT
+                self._beat(now)
             if self._greet_at and now >= self._greet_at:
                 self._greet(dealer)
-            if now >= beat_at and self.welcomed.is_set():
-                beat_at = now + BEAT
-                self._beat()
-            if self.welcomed.is_set() and not self._greeting:
+            if not self._greeting:
                 while self._outbox:
-                    call = self._outbox.popleft()
-                    self._send(dealer, call.id, call.op, call.body, call.until)
+                    self._send(dealer, self._outbox.popleft())
             elif self._ending:
                 return
-            wake = min(beat_at, self._greet_at or beat_at)
-            ready = dict(poller.poll(max(0.0, wake - time.monotonic()) * 1000))
+            if self._later:
+                self._look()
+            wake = min(beat_at, self._greet_at or beat_at, now + LOOK if self._later else beat_at)
+            ready = dict(poller.poll(max(0, int((wake - time.monotonic()) * 1000) + 1)))
             if self._bell in ready:
                 os.eventfd_read(self._bell)
             if dealer in ready:
                 self._receive(dealer)
-            if sub in ready:
-                self._listen(sub)
 
-    def _beat(self) -> None:
-        """Says that we live, in a word that the broker reads: it costs a busy broker nothing."""
-        if self.ledger is not None and self.ledger.words[self._at + Block.SESSION] == self._number:
+    def _look(self) -> None:
+        for entry in [entry for entry in self._later if entry[0]()]:
+            self.post(entry[1], entry[2])
+            self._later.remove(entry)
+
+    def _beat(self, now: float) -> None:
+        """Says that we live, in a word that the broker reads: it costs a busy broker nothing. And looks whether the
+        broker is another one."""
+        if self._greeting is not None:
+            if now - self._greeted_at > AGAIN and runtime.broker_pid(self.directory) is not None:
+                self._greet_at = now
+            return
+        assert self.ledger is not None
+        if self.ledger.words[self._at + Block.SESSION] == self._number:
             self.ledger.words[self._at + Block.BEAT] += 1
+        self._same_boot(self.ledger.boot)
 
-    def _send(self, dealer: zmq.Socket[bytes], id: int, op: str, body: dict[str, Any], until: float | None) -> None:
-        left = None if until is None else max(0.0, until - time.monotonic())
-        dealer.send(wire.encode(wire.Request(wire.PROTOCOL_MAX, id, op, body, left)))
+    def _send(self, dealer: zmq.Socket[bytes], call: _Call) -> None:
+        try:
+            dealer.send(call.frame(), zmq.NOBLOCK)
+        except zmq.Again:
+            pass  # a thousand messages are queued for a broker that is not there: the next one is sent this anew
 
     def _greet(self, dealer: zmq.Socket[bytes]) -> None:
+        """Says hello, or says it again under the same number: what answers both counts once."""
         with self._lock:
-            self._ids += 1
-            id = self._ids
-        body = msgspec.to_builtins(self._hello(), builtin_types=(bytes,))
-        self._greeting, self._greet_at = _Call(id, "hello", body, None), 0.0
-        self._send(dealer, id, "hello", body, None)
+            if self._greeting is None:
+                self._ids += 1
+            id = self._ids if self._greeting is None else self._greeting.id
+        self._greeting = _Call(id, "hello", self._hello(), None)
+        self._greet_at, self._greeted_at = 0.0, time.monotonic()
+        self._send(dealer, self._greeting)
 
     def _receive(self, dealer: zmq.Socket[bytes]) -> None:
         while True:
@@ -209,29 +287,27 @@ class Link(threading.Thread):
             if self._greeting is not None and reply.id == self._greeting.id:
                 self._welcome(reply)
             elif self._same_boot(reply.boot):
-                call = self._calls.get(reply.id)
+                with self._lock:
+                    call = self._calls.pop(reply.id, None)
                 if call is not None:
-                    call.reply = reply
-                    call.done.set()
+                    call.answer(reply)
 
     def _welcome(self, reply: wire.Reply) -> None:
-        self._greeting = None
         if not reply.ok:
             failure = reply.error or wire.Failure("error", "hello was refused")
-            self.failure = errors.from_wire(failure.code, failure.message, failure.fields)
-            self.welcomed.set()
-            raise self.failure
-        first = not self.boot
-        self.boot = reply.boot
+            if failure.code == errors.BrokerUnavailable.code:
+                return  # it is just stopping: the next one is asked
+            raise errors.from_wire(failure.code, failure.message, failure.fields)
+        self._greeting = None
+        first, self.boot = not self.boot, reply.boot
         welcome = wire.convert(reply.body, wire.Welcome)
         self.ledger = self._greeted(welcome)
         if first:
             self._at, self._number = self.ledger.block(welcome.block), welcome.session
             self._life = self.ledger.address(self._at + Block.LIFE)
             linux.robust_lock(self._life)
-        else:
-            with self._lock:
-                self._outbox.extend(call for call in self._calls.values() if call not in self._outbox)
+        with self._lock:
+            self._outbox = deque(self._calls.values())
         self.welcomed.set()
 
     def _same_boot(self, boot: bytes) -> bool:
@@ -240,16 +316,3 @@ class Link(threading.Thread):
         if self.boot and not self._greeting and not self._greet_at:
             self._greet_at = time.monotonic() + random.uniform(0.0, BACK_OFF)
         return False
-
-    def _listen(self, sub: zmq.Socket[bytes]) -> None:
-        while True:
-            try:
-                frames = sub.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                announcement = wire.decode(frames[-1], wire.Announcement)
-            except errors.BadMessage:
-                continue
-            if self._same_boot(announcement.boot):
-                self._heard(announcement)

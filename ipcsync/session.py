@@ -10,23 +10,25 @@ from __future__ import annotations
 import atexit
 import os
 import re
-import time
+import sys
+import threading
 import weakref
+from collections import Counter
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from . import __version__, condemn, config, errors, linux, runtime, wire
-from .budget import Budget
+from . import __version__, condemn, config, errors, failpoints, linux, runtime, wire
+from .budget import budget_of
 from .host_waits import BUDGET
-from .ledger import LAYOUT, Block, Cell, Header, Ledger
+from .ledger import LAYOUT, Block, Cell, Ledger
 from .link import Link
 from .shm import Region
 from .timeline import Timeline, WaitTable, verdict_error
 from .waiting import UNSET, Deadline, Timeout, Unset, wait_word
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from .backends.base import Backend, RawStream
     from .channel import Channel
@@ -37,10 +39,11 @@ if TYPE_CHECKING:
     from .trace import Trace
 
 S = TypeVar("S")
-
+BACKLOG = 1.0  # seconds at most that close() waits for streams to come past what they were made to wait for
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,120}")
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+_suspecting = threading.Lock()  # the broker's lock is the process's, not the thread's
 
 
 def check_name(name: str) -> None:
@@ -72,6 +75,8 @@ def connect(
     """
     namespace = namespace or config.value("namespace")
     check_name(namespace)
+    if name is not None and (not isinstance(name, str) or not 1 <= len(name.encode()) <= 64):
+        raise errors.InvalidArgument(f"name={name!r}: a session's name is a text of 1 to 64 bytes")
     if streams not in (None, "torch", "cupy"):
         raise errors.InvalidArgument(f'streams={streams!r}: "torch", "cupy" or None')
     if manage_env:
@@ -114,33 +119,44 @@ class Session:
     ) -> None:
         pid = os.getpid()
         self.runtime, self.namespace = directory, namespace
-        self.name = name if name is not None else f"{os.path.basename(_program())}-{pid}"[-64:]
+        self.name = name or f"{_program()}-{pid}"
         self.default_timeout = default_timeout
         self.streams = streams
         self.number = self.block = 0
+        self.told = 0  # how many taints the caller has been told of
         self.boot = b""
         self._pid, self._start = pid, linux.start_time(pid)
         self._refusal: errors.IpcSyncError | None = None
         self._adopted: dict[int, Any] = {}
-        self._budgets: dict[tuple[Backend, int], Budget | None] = {}
-        self._registered: dict[int, Backend] = {}
+        self._handles: Counter[int] = Counter()  # incarnation -> how many handles of it are open here
+        self._timelines: weakref.WeakValueDictionary[tuple[int, int], Timeline] = weakref.WeakValueDictionary()
+        self._registered: list[Backend] = []  # those whose devices reach the ledger
+        self._lock = threading.Lock()
         self._memories = 0
         self._closed = False
-        self.link = Link(directory, namespace, self._hello, self._greeted, self._heard)
+        self._closer = 0  # the thread that closes: it alone may still wait
+        self.link = Link(directory, self._hello, self._greeted, self._lost)
         self.link.start()
-        self.link.welcomed.wait(deadline.left(1e9) if deadline.at is not None else None)
-        if self.link.failure is not None or self.link.ledger is None:
-            failure = self.link.failure
+        try:
+            self.ledger = self._greet(deadline)
+        except BaseException:
             self.link.stop()
-            raise failure or errors.BrokerUnavailable(
-                f"no broker answered in {directory} within {deadline.timeout:g} s: start one with `ipcsync broker`, "
-                "or connect(start_broker=True)"
-            )
-        self.ledger = self.link.ledger
+            raise
         self._words = self.ledger.words
         self._at = self.ledger.block(self.block)
         self.waits = WaitTable(self.ledger, self.block)
         _sessions.add(self)
+
+    def _greet(self, deadline: Deadline) -> Ledger:
+        self.link.welcomed.wait(None if deadline.at is None else deadline.left(threading.TIMEOUT_MAX))
+        if self.link.failure is not None:
+            raise self.link.failure
+        if self.link.ledger is None:
+            raise errors.BrokerUnavailable(
+                f"no broker answered in {self.runtime} within {deadline.timeout:g} s: start one with `ipcsync broker`, "
+                "or connect(start_broker=True)"
+            )
+        return self.link.ledger
 
     # -- the greeting (the I/O thread)
 
@@ -164,17 +180,15 @@ class Session:
     def _greeted(self, welcome: wire.Welcome) -> Ledger:
         if self.boot and not (welcome.resumed and welcome.block == self.block):
             # The new broker does not know us: our cells and block are somebody else's now.
-            self._refusal = errors.ResourceLost(
-                "the broker was restarted and could not take this session over: connect again"
-            )
+            raise errors.ResourceLost("the broker was restarted and could not take this session over: connect again")
         self.number, self.boot = welcome.session, welcome.boot
         if self.link.ledger is not None:
             return self.link.ledger
         self.block = welcome.block
         return Ledger.open(self.runtime / welcome.ledger)
 
-    def _heard(self, announcement: wire.Announcement) -> None:
-        pass  # opening waits at the broker, and deaths are read from the ledger
+    def _lost(self, error: errors.IpcSyncError) -> None:
+        self._refusal = self._refusal or error
 
     # -- what everything above is made of
 
@@ -184,8 +198,8 @@ class Session:
 
     def check(self) -> None:
         """Raises why nothing can be done here: closed, forked, or taken for dead."""
-        if self._refusal is not None:
-            raise self._refusal
+        if self._refusal is not None and self._closer != threading.get_ident():
+            raise type(self._refusal)(self._refusal.message, **self._refusal.fields)
         if self._words[self._at + Block.LEASE]:
             raise errors.StaleHandle(
                 "this process was stopped for longer than its lease and was taken for dead: connect again"
@@ -216,7 +230,7 @@ class Session:
 
         return resolve(stream, device, streams=self.streams)
 
-    def enqueue_wait(
+    def admit(
         self,
         backend: Backend,
         raw: RawStream,
@@ -227,19 +241,23 @@ class Session:
         name: str,
         *,
         block: bool = True,
-    ) -> None:
-        """Makes the stream wait for a word, within the wait budget of this process and device."""
+    ) -> bool:
+        """Whether a wait for a word is to be put on the stream: not if it is reached meanwhile. Within the wait budget
+        of this process and device; beyond it the caller is kept."""
         words = region.words
-        if words[index] >= value:
-            return
-        if backend.is_thread(raw):
-            wait_word(region, index, value, deadline, check=self.check, what=lambda: f"round {value} of {name!r}")
-            return
-        device = 0 if not backend.device_writes else backend.current_device()
-        budget = self._budget(backend, device)
-        if budget is None or budget.enter(
+
+        def reached() -> bool:
+            try:
+                return bool(words[index] >= value)
+            except ValueError:
+                return True  # unmapped meanwhile
+
+        if reached():
+            return False
+        budget = budget_of(backend, backend.current_device() if backend.device_writes else 0)
+        return budget is None or budget.enter(
             backend.stream_key(raw),
-            lambda: words[index] >= value,
+            reached,
             deadline,
             name,
             block=block,
@@ -247,46 +265,67 @@ class Session:
             waiting=(lambda: self.waits.host.of(BUDGET, self.ledger.cell_of(index), value, name))
             if region is self.ledger.region
             else None,
-        ):
-            backend.wait(raw, region, index, value)
+        )
 
-    def _budget(self, backend: Backend, device: int) -> Budget | None:
-        key = (backend, device)
-        if key not in self._budgets:
-            limit = backend.blocked_limit(device)
-            self._budgets[key] = None if limit is None else Budget(limit)
-        return self._budgets[key]
+    def enqueue_wait(
+        self, backend: Backend, raw: RawStream, region: Region, index: int, value: int, deadline: Deadline, name: str
+    ) -> None:
+        """Makes the stream wait for a word that orders re-use and carries no data (LEDGER.md rule 6)."""
+        if backend.is_thread(raw):
+            wait_word(region, index, value, deadline, check=self.check, what=lambda: f"round {value} of {name!r}")
+        elif self.admit(backend, raw, region, index, value, deadline, name):
+            backend.wait(raw, region, index, value)
 
     def condemn_own(self, timeline: Timeline, error: BaseException) -> None:
         """A stream of ours failed before a round that it was to complete."""
-        if self._refusal is None:
-            self.link.post("condemn", wire.Condemn(incarnation=timeline.incarnation, reason=repr(error)[:4096]))
+        self.link.post("condemn", wire.Condemn(incarnation=timeline.incarnation, reason=repr(error)[:4096]))
 
-    def suspect(self, block: int) -> None:
-        """A waiter saw that the recorder is dying. The broker sees it too; without one, we condemn in its stead."""
-        if runtime.broker_pid(self.runtime) is not None:
-            return
-        lock = runtime.Lock(self.runtime)
+    def suspect(self, block: int) -> bool:
+        """A waiter saw that the owner of this block is dying. The broker sees it too; without one, we condemn in its
+        stead. False when nobody does: the broker is there, but its loop stands still."""
+        if not _suspecting.acquire(blocking=False):
+            return True  # another thread is at it
         try:
-            lock.acquire()
-        except errors.BrokerRunning:
-            return
-        try:
-            words, at = self._words, self.ledger.block(block)
-            if self.ledger.dying(block):
-                culprit = condemn.Culprit(
-                    Cell.DIED,
-                    words[at + Block.SESSION],
-                    words[at + Block.PID],
-                    self.ledger.read_text(at + Block.NAME),
-                )
-                condemn.condemn(self.ledger, condemn.recorded_by(self.ledger, block), culprit)
+            if runtime.broker_pid(self.runtime) is not None:
+                return self.link.alive()
+            lock = runtime.Lock(self.runtime)
+            try:
+                lock.acquire()
+            except errors.BrokerRunning:
+                return True
+            try:
+                self._condemn_dead(block)
+            finally:
+                lock.release()
+            return True
         finally:
-            lock.release()
+            _suspecting.release()
 
-    def broker_alive(self) -> bool:
-        """Whether the broker's loop turned within the last second."""
-        return time.monotonic_ns() - self._words[Header.TICK] < 1_000_000_000
+    def _condemn_dead(self, block: int) -> None:
+        """With the broker's lock held, so that nobody else condemns."""
+        if not self.ledger.dying(block):
+            return
+        who = condemn.Culprit(Cell.DIED, *self._owner(block))
+        condemn.finish_begun(self.ledger, who)
+        condemn.condemn(self.ledger, condemn.recorded_by(self.ledger, block), who, failpoint=failpoints.hit)
+
+    def _owner(self, block: int) -> tuple[int, int, str]:
+        """(session, pid, name) of whose block it is."""
+        at = self.ledger.block(block)
+        words = self._words
+        return words[at + Block.SESSION], words[at + Block.PID], self.ledger.read_text(at + Block.NAME)
+
+    def dead(self, block: int, name: str, round: int) -> errors.PeerDied:
+        """What a waiter raises that sees its recorder dead, where no verdict will come."""
+        _, pid, who = self._owner(block)
+        return errors.PeerDied(
+            f"session {who!r} (pid {pid}) died, and the broker does not answer: round {round} of {name!r} will not be "
+            "true; restart the broker",
+            session=who,
+            pid=pid,
+            round=round,
+            name=name,
+        )
 
     def backend(self, device: str) -> tuple[Backend, int]:
         """The backend of a device as the wire names it ("cpu", or a GPU's UUID), and its ordinal here."""
@@ -298,12 +337,21 @@ class Session:
         return cuda, cuda.index(device)
 
     def open_timeline(self, info: wire.EventInfo) -> Timeline:
-        """The timeline of an event: the ledger made reachable for its device, its CUDA event opened from its handle."""
+        """The timeline of an event: the ledger made reachable for its device, its CUDA event opened from its handle.
+        One a process, however often the event is opened, since its records are numbered under one lock."""
+        with self._lock:
+            key = (info.incarnation, info.cell)
+            timeline = self._timelines.get(key)
+            if timeline is None:
+                timeline = self._timelines[key] = self._new_timeline(info)
+            return timeline
+
+    def _new_timeline(self, info: wire.EventInfo) -> Timeline:
         backend, index = self.backend(info.device)
-        if id(backend) not in self._registered:
+        if backend not in self._registered:
             with backend.using(index):
                 backend.register(self.ledger.region)
-            self._registered[id(backend)] = backend
+            self._registered.append(backend)
         event = backend.event_open(index, info.handle) if info.handle else None
         return Timeline(
             self,
@@ -326,10 +374,30 @@ class Session:
 
     def adopt(self, thing: Any) -> None:
         """`thing` is ended with the session: it has ``_shutdown(deadline)`` and ``_held()``."""
-        self._adopted[id(thing)] = thing
+        with self._lock:
+            self._adopted[id(thing)] = thing
+            self._handles[thing._held()["incarnation"]] += 1
 
-    def forget(self, thing: Any) -> None:
-        self._adopted.pop(id(thing), None)
+    def forget(self, thing: Any) -> bool:
+        """`thing` has ended. Whether it was the last handle of its incarnation here, and so detaches."""
+        incarnation = thing._held()["incarnation"]
+        with self._lock:
+            if self._adopted.pop(id(thing), None) is None:
+                return False
+            self._handles[incarnation] -= 1
+            if self._handles[incarnation]:
+                return False
+            del self._handles[incarnation]
+            return True
+
+    def detach(self, incarnation: int, quiet: Callable[[], bool], deadline: Deadline) -> None:
+        """Gives the incarnation back once none of this process's device work touches it: at once if `quiet()`, else
+        when the I/O thread sees it so (LEDGER.md rule 1)."""
+        body = wire.Detach(incarnation)
+        if quiet():
+            self.request("detach", body, wire.Empty, deadline)
+        else:
+            self.link.post_when(quiet, "detach", body)
 
     # -- shared events
 
@@ -418,21 +486,35 @@ class Session:
         """
         if self._closed or isinstance(self._refusal, errors.ForkedProcess):
             return
-        self._closed = True
-        deadline = self.deadline(timeout)
+        self._closed, self._closer = True, threading.get_ident()
+        over = errors.SessionClosed("the session was closed: connect again")
+        self._refusal = over  # whoever waits in another thread sees it within a slice
+        self.link.hasty = True
+        self.link.dismiss(over)
+        try:
+            self._end(self.deadline(timeout))
+        finally:
+            self._closer = 0
+            self._adopted.clear()
+            self.link.stop()
+
+    def _end(self, deadline: Deadline) -> None:
         for thing in reversed(list(self._adopted.values())):
             try:
                 thing._shutdown(deadline)
             except errors.IpcSyncError:
-                pass  # it is dead or lost already: the broker frees what is left of it
-        self._adopted.clear()
-        if self._refusal is None:
-            try:
-                self.link.call("bye", wire.Bye(), wire.Empty, Deadline(min(5.0, max(0.5, deadline.left(5.0)))))
-            except errors.IpcSyncError:
-                pass
-        self._refusal = errors.SessionClosed("the session was closed: connect again")
-        self.link.stop()
+                pass  # it is dead or lost already, or did not drain: the broker frees what is left of it
+        self.link.settle(Deadline(deadline.left(BACKLOG)))
+        for timeline in list(self._timelines.values()):
+            if not timeline.quiet():
+                timeline.hold()
+        try:
+            self.link.call("bye", wire.Bye(), wire.Empty, Deadline(min(5.0, max(0.5, deadline.left(5.0)))))
+        except errors.IpcSyncError:
+            pass  # no broker: the next one finds our life word let go
+        if not self.waits.outstanding():
+            for backend in self._registered:
+                backend.unregister(self.ledger.region)
 
     def __enter__(self) -> Session:
         return self
@@ -447,9 +529,8 @@ class Session:
 
 
 def _program() -> str:
-    import sys
-
-    return sys.argv[0] or "python"
+    """What this process is called where nobody gave it a name; short enough for a block of the ledger."""
+    return os.path.basename(sys.argv[0]).encode("ascii", "replace").decode()[-50:] or "python"
 
 
 def _after_fork() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from . import errors, wire
 from .ledger import Cell
 from .session import check_name
-from .waiting import UNSET, Timeout, wait_word
+from .waiting import UNSET, Deadline, Timeout, wait_word
 
 if TYPE_CHECKING:
     from .device import Device
@@ -86,7 +86,7 @@ class SharedEvent:
         back = wire.PenBack(self.info.incarnation)
         self._timeline.drop_pen(deadline, lambda: self._ask("pen_back", back, deadline))
 
-    def _ask(self, op: str, body: Any, deadline: Any) -> None:
+    def _ask(self, op: str, body: Any, deadline: Deadline) -> None:
         self.session.request(op, body, wire.Empty, deadline)
 
     # -- waiting
@@ -162,20 +162,20 @@ class SharedEvent:
         if not self._closed:
             self._shutdown(self.session.deadline(timeout))
 
-    def _shutdown(self, deadline: Any) -> None:
+    def _shutdown(self, deadline: Deadline) -> None:
         self._closed = True
-        self.session.forget(self)
         timeline = self._timeline
+        if not self.session.forget(self):
+            return  # opened here more than once: the last one to close lets go
         try:
             if timeline.has_pen:
                 back = wire.PenBack(self.info.incarnation)
                 timeline.drop_pen(deadline, lambda: self._ask("pen_back", back, deadline))
-        except errors.PeerDied:
+        except (errors.PeerDied, errors.PeerFailed, errors.ResourceLost):
             pass  # condemned: nothing to drain
-        finally:
-            self.session.request("detach", wire.Detach(self.info.incarnation), wire.Empty, deadline)
-            if timeline.cuda_event is not None:
-                timeline.backend.event_destroy(timeline.cuda_event)
+        self.session.detach(self.info.incarnation, timeline.quiet, deadline)
+        if timeline.cuda_event is not None:
+            timeline.backend.event_destroy(timeline.cuda_event)
 
     def _held(self) -> dict[str, Any]:
         return {
@@ -187,6 +187,7 @@ class SharedEvent:
         }
 
     def _check(self) -> None:
+        self.session.check()
         if self._closed:
             raise errors.InvalidState(f"the handle of {self.name!r} was closed: open it again")
 

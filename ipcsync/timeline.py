@@ -214,7 +214,7 @@ class Timeline:
         return round
 
     def _record(self, raw: RawStream) -> int:
-        """The round; 0 when the stream has to wait for the round before and may not."""
+        """The round; 0 when the stream has to wait for the round before, since rounds complete in order, and may not."""
         words, at = self._words, self.at
         with self._lock:
             if not self._pen:
@@ -232,11 +232,10 @@ class Timeline:
                 self._told = self.session.told = self.session.taint
                 raise self.session.taint_error()
             key = self.backend.stream_key(raw)
-            if key != self._last_stream and self._last_stream is not None and words[at + Cell.WORD] < round - 1:
-                # Another stream than the last: rounds complete in order, so it waits for the round before.
-                if not self._behind(raw, round - 1):
-                    words[at + Cell.INTENT] = round - 1
-                    return 0
+            another = key != self._last_stream and self._last_stream is not None
+            if another and words[at + Cell.WORD] < round - 1 and not self._behind(raw, round - 1):
+                words[at + Cell.INTENT] = round - 1
+                return 0
             self.backend.write(raw, self.region, at + Cell.WORD, round, verdict=at + Cell.VERDICT, failed=self._failed)
             if failpoints.ARMED:
                 failpoints.hit("record.written")
@@ -351,6 +350,10 @@ class Timeline:
         except WaitTimeout:
             self.check(round)
             raise
+
+    def hold(self) -> None:
+        """For the end of a session: keeps the broker from giving the cell away while this process lives."""
+        self.session.waits.announce(self.cell, LAST_ROUND)
 
     def query(self, round: int | None) -> bool:
         """Whether `round` (or the latest issued) is complete and true; False when nothing was issued."""
