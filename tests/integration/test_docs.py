@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ipcsync import config
+import ipcsync
+from ipcsync import config, errors
 from ipcsync_workers import schema
 
 from ..harness import Broker
@@ -103,6 +104,20 @@ def test_every_key_of_a_pipeline_is_documented() -> None:
         ("stages.NAME", schema.StagePlan),
     ):
         assert said[table] == list(struct.__struct_fields__), table
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = (ROOT / "docs" / "reference" / "api.md").read_text()
+    for name in set(ipcsync.__all__) - set(errors.__all__) - {"__version__", "Slot"}:  # a slot is one of its two kinds
+        assert f":: ipcsync.{name}\n" in text, name
+
+
+def test_tests_that_are_named_exist() -> None:
+    """Pages that say which test proves what."""
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        for file, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text()):
+            assert (ROOT / file).exists(), f"{page}: {file}"
+            assert not name or f"def {name}(" in (ROOT / file).read_text(), f"{page}: {file}::{name}"
 
 
 def test_links_lead_somewhere() -> None:
