@@ -10,15 +10,14 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from . import failpoints, linux, trace
 from .channel import Slot, decode_meta
-from .errors import EndOfStream, IpcSyncError, PeerDied, PeerFailed, StaleHandle, WaitTimeout
+from .epochs import Epochs
+from .errors import EndOfStream, IpcSyncError, PeerDied, StaleHandle, WaitTimeout
 from .groups import SharedTurn
 from .host_waits import ISSUED
 from .ledger import FOREVER, Cell
-from .ring import Buffer, Epoch, Head, ended_by
+from .ring import Buffer, Head
 from .ring import Reader as Words
 from .turns import LatestTurn, Turn
 from .waiting import UNSET, Deadline, Timeout, wait_word
@@ -27,7 +26,6 @@ from .wire import Empty, LeaveReader, ReaderReply
 if TYPE_CHECKING:
     from .backends.base import RawStream
     from .channel import Channel
-    from .timeline import Timeline
 
 
 class ReadSlot(Slot):
@@ -42,7 +40,7 @@ class ReadSlot(Slot):
     def __init__(self, reader: Reader, raw: RawStream, number: int, epoch: int, skipped: int) -> None:
         super().__init__(raw)
         self._reader, self._buffer, self.epoch = reader, -1, epoch
-        self._timeline = reader._timeline
+        self._timeline = reader._epochs.timeline
         self.number = number
         self.published = 0  # when the writer published it: time.monotonic_ns(), the same clock in every process
         self.skipped = skipped
@@ -91,7 +89,7 @@ class Reader:
         self.policy, self.group, self.on_writer_death = policy, group, "wait" if wait else "raise"
         self.skipped = 0
         self._backend, self._control = channel.backend, channel.control
-        self._words, self._ledger = self._control.words, channel.session.ledger.words
+        self._words = self._control.words
         kind = SharedTurn if group else LatestTurn if policy == "latest" else Turn
         self._turn = kind(self._control, reply.cell, reply.start)
         self._views = channel.views(writable=False)
@@ -101,7 +99,7 @@ class Reader:
         self._over: IpcSyncError | None = None  # what every further get() raises
         self._unconfirmed = 0  # the last item taken in this epoch; 0 when there is none to be looked at
         self._bytes = self._control.region.bytes
-        self._enter_epoch(self._epoch_of(self._turn.next))
+        self._epochs = Epochs(channel, self._turn.next)
 
     def __repr__(self) -> str:
         return f"<ipcsync.Reader of {self.channel.name!r}, next item {self._turn.next}>"
@@ -126,7 +124,7 @@ class Reader:
                 if slot is None:
                     continue
                 try:
-                    self._timeline.wait(raw, slot.number, deadline)
+                    self._epochs.timeline.wait(raw, slot.number, deadline)
                 except PeerDied:
                     self._release(slot, None)
                     self._unconfirmed = before
@@ -166,7 +164,7 @@ class Reader:
 
     def _await(self, deadline: Deadline) -> None:
         """Returns once the next item was issued and may be taken."""
-        ledger, words = self._ledger, self._words
+        epochs = self._epochs
         while True:
             self._settle()
             if self._closed:
@@ -174,58 +172,41 @@ class Reader:
             if self._over is not None:
                 raise self._over
             self.session.check()
-            number, bad = self._turn.next, self._bad()
-            if self._turn.ready(ledger[self._at + Cell.ISSUED], bad):
+            number, bad = self._turn.next, epochs.bad
+            if self._turn.ready(epochs.issued, bad):
                 return
             if number >= bad:
                 self._next_writer(deadline)
-            elif 0 < words[Head.END_AT] <= number:
+            elif epochs.ended(number):
                 self._end(deadline)
-            elif words[Head.EPOCH] != self._epoch:
+            elif epochs.over:
                 self._next_writer(deadline)
             else:
                 try:
                     wait_word(
                         self.session.ledger.region,
-                        self._at + Cell.ISSUED,
+                        epochs.timeline.at + Cell.ISSUED,
                         number,
                         deadline,
                         check=self._between,
                         what=lambda: f"item {self._turn.next} of {self.channel.name!r}",
                         waiting=lambda: self.session.waits.host.of(
-                            ISSUED, self._timeline.cell, self._turn.next, self.channel.name
+                            ISSUED, epochs.timeline.cell, self._turn.next, self.channel.name
                         ),
                     )
                 except _Changed:
                     pass
 
-    def _bad(self) -> int:
-        """The first item of this epoch that will never be true."""
-        if self._words[Head.EPOCH] == self._epoch:
-            return int(self._ledger[self._at + Cell.VERDICT])
-        bad = self._words[self._line + Epoch.BAD]
-        if self._words[self._line + Epoch.NUMBER] != self._epoch:
-            raise self._lost()
-        return int(bad)
-
-    def _lost(self) -> StaleHandle:
-        return StaleHandle(f"more than {Head.EPOCHS} writers of {self.channel.name!r} came and went meanwhile")
-
     def _between(self) -> None:
-        number = self._turn.next
-        if (
-            self._closed
-            or self._ledger[self._at + Cell.VERDICT] <= number
-            or 0 < self._words[Head.END_AT] <= number
-            or self._words[Head.EPOCH] != self._epoch
-            or self._turn.ready(0, self._ledger[self._at + Cell.VERDICT])
-        ):
+        number, epochs = self._turn.next, self._epochs
+        bad = epochs.bad
+        if self._closed or bad <= number or epochs.ended(number) or epochs.over or self._turn.ready(0, bad):
             raise _Changed
-        self._timeline.between_slices(number)
+        epochs.timeline.between_slices(number)
 
     def _take(self, raw: RawStream) -> ReadSlot | None:
         turn, words = self._turn, self._words
-        taken = turn.take(self._ledger[self._at + Cell.ISSUED], self._bad())
+        taken = turn.take(self._epochs.issued, self._epochs.bad)
         if taken is None:
             return None
         number, b = taken
@@ -263,87 +244,52 @@ class Reader:
     # -- ends
 
     def _end(self, deadline: Deadline) -> None:
-        words, name = self._words, self.channel.name
-        seen = words[Head.DOORBELL]
+        seen = self._words[Head.DOORBELL]
         if self._turn.peers_hold():  # one of them may still die, and what it holds come here
             left = deadline.left()
             if left == 0.0:
-                raise WaitTimeout(f"others of the group {self.group!r} still hold items of {name!r}")
+                raise WaitTimeout(f"others of the group {self.group!r} still hold items of {self.channel.name!r}")
             linux.futex_wait(self._control.region.address + 8 * Head.DOORBELL, seen, left)
             return
-        if words[Head.END_REASON] == Head.FAILED:
-            who, pid = ended_by(self._control)
-            self._over = PeerFailed(
-                f"the writer of {name!r}, session {who!r} (pid {pid}), was left by an exception: there are no items "
-                f"from {words[Head.END_AT]} on; see that process's own error",
-                session=who,
-                pid=pid,
-                round=words[Head.END_AT],
-                name=name,
-            )
-        else:
-            self._over = EndOfStream(f"{name!r} was closed by its writer after item {words[Head.END_AT] - 1}")
+        self._over = self._epochs.end()
         raise self._over
 
     def _next_writer(self, deadline: Deadline) -> None:
         """The writer of this epoch is dead and everything it completed was taken: raises, or waits for the next."""
-        words = self._words
-        there_is = words[Head.EPOCH] != self._epoch
-        if self.on_writer_death == "raise" or (words[Head.END_AT] and not there_is):
-            self._over = self._timeline.error()
+        epochs = self._epochs
+        if self.on_writer_death == "raise" or (self._words[Head.END_AT] and not epochs.over):
+            self._over = epochs.timeline.error()
             self._turn.stop()  # no writer after it has to wait for this reader
             raise self._over
         wait_word(
             self._control.region,
             Head.EPOCH,
-            self._epoch + 1,
+            epochs.number + 1,
             deadline,
             check=self._no_writer,
             what=lambda: f"a new writer of {self.channel.name!r}, whose last one died,",
         )
-        self._enter_epoch(self._epoch + 1)
+        self._turn.move_to(epochs.follow() + 1)
 
     def _no_writer(self) -> None:
         self.session.check()
         if self._closed:
             self.channel.refuse("reader")
         if self._words[Head.END_AT]:
-            raise self._timeline.error()
-
-    def _epoch_of(self, number: int) -> int:
-        """The epoch that items from `number` on are of."""
-        epoch = int(self._words[Head.EPOCH])
-        while epoch > 1 and self._words[self._control.epoch(epoch) + Epoch.BASE] >= number:
-            epoch -= 1
-        return epoch
-
-    def _enter_epoch(self, epoch: int) -> None:
-        words, at = self._words, self._control.epoch(epoch)
-        event = msgspec.structs.replace(
-            self.channel.info.event, cell=words[at + Epoch.CELL], incarnation=words[at + Epoch.INCARNATION]
-        )
-        base = words[at + Epoch.BASE]
-        if words[at + Epoch.NUMBER] != epoch:
-            raise self._lost()
-        if event.cell != self.channel.info.event.cell:
-            event.handle = b""  # the CUDA event was of the first epoch's cell
-        self._epoch, self._line = epoch, at
-        self._timeline: Timeline = self.session.open_timeline(event)
-        self._at = self._timeline.at
-        self._turn.move_to(base + 1)
+            raise self._epochs.timeline.error()
 
     def _settle(self) -> None:
         """Raises if the last item taken has been condemned. Items complete in order, so it speaks for all."""
         number = self._unconfirmed
-        if number and self._bad() <= number:
+        if number and self._epochs.bad <= number:
             self._unconfirmed = 0
             if self.on_writer_death == "raise":
                 self._turn.stop()
-            raise self._timeline.error()
+            raise self._epochs.timeline.error()
 
     def _told(self, slot: ReadSlot) -> None:
         """Its user knows that the item was condemned, and with it whatever came after: that is said once."""
-        if slot._timeline is self._timeline:
+        if slot._timeline is self._epochs.timeline:
             self._unconfirmed = 0
 
     # -- giving back
@@ -386,11 +332,11 @@ class Reader:
             self._release(slot, None)
         self._turn.stop()
         try:
-            number, bad = self._unconfirmed, self._bad()
+            number, bad = self._unconfirmed, self._epochs.bad
             if number and bad == FOREVER:
-                self._timeline.wait_host(number, deadline)
+                self._epochs.timeline.wait_host(number, deadline)
             elif number and bad <= number:
-                raise self._timeline.error()
+                raise self._epochs.timeline.error()
         finally:
             self._leave(deadline)
 

@@ -12,6 +12,7 @@ import pytest
 
 import ipcsync
 from ipcsync import Session
+from ipcsync.channel_reader import Reader
 from ipcsync.errors import PeerDied
 
 from ..harness import Child, Peer
@@ -83,19 +84,23 @@ def test_a_writer_dies_while_it_publishes(
             raising.get()
 
 
+def check_all(reader: Reader, numbers: list[int]) -> None:
+    for slot in reader.slots(timeout=10):
+        assert (slot.array == slot.number).all()
+        numbers.append(slot.number)
+
+
 @pytest.mark.parametrize("where", ["slot.publish", "record.intent", "record.written"])
 def test_readers_hear_of_it_with_no_other_writer(
     session: Session, spawn: Spawn, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """Also when the item's round was complete, but the writer died before it could say that it was issued."""
     channel = session.create_channel("frames", shape=SHAPE, dtype="int32", depth=8, device="cpu")
-    numbers = []
+    numbers: list[int] = []
     with channel.reader() as reader:
         gone(die_at(monkeypatch, f"{where}=kill@3", spawn, write, 5))
         with pytest.raises(PeerDied):
-            for slot in reader.slots(timeout=10):
-                assert (slot.array == slot.number).all()
-                numbers.append(slot.number)
+            check_all(reader, numbers)
     assert numbers in ([1, 2], [1, 2, 3])
 
 
