@@ -214,7 +214,7 @@ class Timeline:
         return round
 
     def _record(self, raw: RawStream) -> int:
-        """The round; 0 when the stream has to wait for the round before, since rounds complete in order, and may not."""
+        """The round; 0 when the stream has first to wait for the round before, and may not."""
         words, at = self._words, self.at
         with self._lock:
             if not self._pen:

@@ -469,8 +469,8 @@ def test_what_a_close_cannot_drain_is_a_death(case: EventCase, session: Session)
 def _interrupted(peer: Peer, name: str) -> str:
     with ipcsync.connect() as session:
         event = session.open_event(name)
-        peer.send("waiting")
         try:
+            peer.send("waiting")
             event.synchronize(timeout=None)
         except KeyboardInterrupt:
             return "interrupted"
