@@ -9,7 +9,14 @@ from pathlib import Path
 import click
 
 from ipcsync import config, runtime
-from ipcsync.errors import BrokerRunning, BrokerUnavailable, IpcSyncError, PermissionDenied, RuntimeDirectory
+from ipcsync.errors import (
+    BrokerRunning,
+    BrokerUnavailable,
+    InvalidArgument,
+    IpcSyncError,
+    PermissionDenied,
+    RuntimeDirectory,
+)
 
 EXIT = {BrokerRunning: 3, BrokerUnavailable: 3, RuntimeDirectory: 2, PermissionDenied: 2}
 
@@ -29,7 +36,11 @@ class _Configured(click.Command):
     """What no option says comes from ``IPCSYNC_BROKER_*`` and the file's table ``[broker]``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        found = {k.removeprefix("broker."): v.value for k, v in config.load().items() if k.startswith("broker.")}
+        try:
+            loaded = config.load()
+        except InvalidArgument as error:
+            raise click.UsageError(str(error), ctx) from None
+        found = {k.removeprefix("broker."): v.value for k, v in loaded.items() if k.startswith("broker.")}
         ctx.default_map = {name: value for name, value in found.items() if value is not None}
         return super().parse_args(ctx, args)
 
