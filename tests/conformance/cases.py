@@ -1,4 +1,14 @@
-"""What the rules need of a device, the same on every backend: a :class:`Case`."""
+"""What the rules need of a device, the same on every backend: a :class:`Case`.
+
+A new backend runs the rules on itself from a test module of its own. What it does differently stands in a class at the
+top of that module, because children make it again by its name::
+
+    from tests.conformance.cases import Case, cases
+    from tests.conformance.test_event import *  # the rules: test_event, test_event_processes, test_channels, ...
+
+    class MyCase(Case): ...  # `hold`, `fill`, `array`, ...: where the ways of the CPU are not its own
+    case = cases(lambda: MyCase("mydevice"))  # in the place of the fixture that came with the rules
+"""
 
 from __future__ import annotations
 
@@ -99,8 +109,16 @@ class Case:
             path.unlink(missing_ok=True)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)], ids=["host", "cuda"])
-def case(request: pytest.FixtureRequest, runtime: Path) -> Iterator[Case]:
-    made = Case(request.param)
-    yield made
-    made.close()
+def cases(*make: Any, ids: tuple[str, ...] | None = None) -> Any:
+    """A ``case`` fixture over these (functions that make a :class:`Case`, or ``pytest.param`` of them)."""
+
+    @pytest.fixture(params=make, ids=ids, name="case")
+    def case(request: pytest.FixtureRequest, runtime: Path) -> Iterator[Case]:
+        made = request.param()
+        yield made
+        made.close()
+
+    return case
+
+
+case = cases(lambda: Case("cpu"), pytest.param(lambda: Case("cuda"), marks=pytest.mark.cuda), ids=("host", "cuda"))
