@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -66,8 +67,10 @@ def standing_by(contestant: Trip | Flow, folder: Path) -> Iterator[Connection]:
         child.join()
 
 
-def interleaved(contestants: list[Any], repeats: int, run: Callable[[Any, Connection], list[float]]) -> dict[str, Any]:
-    """`run` of each contestant in turn, `repeats` times after one to warm up: name -> all that was measured."""
+def interleaved(
+    contestants: list[Any], repeats: int, run: Callable[[Any, Connection], list[float]]
+) -> dict[str, list[list[float]]]:
+    """`run` of each contestant in turn, `repeats` times after one to warm up: name -> what each repeat measured."""
     resource_tracker.ensure_running()  # now: what starts in the runtime directory's environment is ended with it
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm", prefix="ipcsync-bench-")))
@@ -78,12 +81,12 @@ def interleaved(contestants: list[Any], repeats: int, run: Callable[[Any, Connec
         stack.callback(_restore, before)
         stack.callback(Broker(runtime.path).stop)
         ends = [(one, stack.enter_context(standing_by(one, folder))) for one in contestants]
-        found: dict[str, list[float]] = {one.name: [] for one in contestants}
+        found: dict[str, list[list[float]]] = {one.name: [] for one in contestants}
         for repeat in range(repeats + 1):
             for one, commands in ends:
                 measured = run(one, commands)
                 if repeat:
-                    found[one.name] += measured
+                    found[one.name].append(measured)
         return found
 
 
@@ -95,7 +98,8 @@ def _restore(before: str | None) -> None:
 
 
 def trips(repeats: int, count: int) -> dict[str, dict[str, float]]:
-    """Microseconds for one round trip."""
+    """Microseconds for one round trip. ``best_us`` and ``worst_us`` are medians of one repeat: where the scheduler has
+    put the two processes decides much, and changes only now and then."""
 
     def run(one: Trip, commands: Connection) -> list[float]:
         commands.send(count)
@@ -107,10 +111,17 @@ def trips(repeats: int, count: int) -> dict[str, dict[str, float]]:
         return took[count // 10 :]  # the child has just woken up
 
     found = interleaved([kind() for kind in TRIPS], repeats, run)
-    return {
-        name: {"median_us": statistics.median(took), "p99_us": statistics.quantiles(took, n=100)[98]}
-        for name, took in found.items()
-    }
+    rows = {}
+    for name, repeated in found.items():
+        together = list(chain.from_iterable(repeated))
+        medians = [statistics.median(took) for took in repeated]
+        rows[name] = {
+            "median_us": statistics.median(together),
+            "p99_us": statistics.quantiles(together, n=100)[98],
+            "best_us": min(medians),
+            "worst_us": max(medians),
+        }
+    return rows
 
 
 def flows(repeats: int, count: int, shape: tuple[int, ...]) -> dict[str, dict[str, float]]:
@@ -130,7 +141,7 @@ def flows(repeats: int, count: int, shape: tuple[int, ...]) -> dict[str, dict[st
     found = interleaved([kind(shape) for kind in FLOWS], repeats, run)
     return {
         name: {"median_per_s": statistics.median(rates), "min_per_s": min(rates), "max_per_s": max(rates)}
-        for name, rates in found.items()
+        for name, rates in ((name, list(chain.from_iterable(repeated))) for name, repeated in found.items())
     }
 
 
@@ -156,12 +167,12 @@ def machine() -> dict[str, Any]:
 
 
 def measure(*, quick: bool) -> dict[str, Any]:
-    repeats = 2 if quick else 10
+    repeats = 2 if quick else 20
     return {
         "machine": machine(),
-        "round_trip": trips(repeats, 100 if quick else 2000),
+        "round_trip": trips(repeats, 100 if quick else 1000),
         "items": {
-            size: flows(repeats, 5 if quick else max(100, 2_000_000 // math.prod(shape)), shape)
+            size: flows(repeats, 5 if quick else max(50, 1_000_000 // math.prod(shape)), shape)
             for size, shape in SIZES.items()
         },
         "import": imports(2 if quick else 15),
@@ -172,9 +183,11 @@ def report(result: dict[str, Any]) -> str:
     """Tables for people. Each line says how it compares with ours, in this run."""
     lines = [", ".join(f"{key} {value}" for key, value in result["machine"].items()), ""]
     ours = result["round_trip"]["ipcsync shared event"]["median_us"]
-    lines += ["| round trip of two processes | median, µs | p99, µs | ÷ ours |", "|---|---|---|---|"]
+    lines += ["| round trip of two processes | median, µs | p99, µs | best, worst repeat, µs | ÷ ours |"]
+    lines += ["|---|---|---|---|---|"]
     lines += [
-        f"| {name} | {row['median_us']:.1f} | {row['p99_us']:.1f} | {row['median_us'] / ours:.2f} |"
+        f"| {name} | {row['median_us']:.1f} | {row['p99_us']:.1f} | {row['best_us']:.1f}, {row['worst_us']:.1f} "
+        f"| {row['median_us'] / ours:.2f} |"
         for name, row in result["round_trip"].items()
     ]
     for size, rows in result["items"].items():
