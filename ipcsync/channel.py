@@ -15,7 +15,7 @@ import msgspec
 from .backends import select
 from .backends.base import Backend, Memory, RawStream
 from .device import Device, as_device
-from .errors import InvalidArgument, InvalidState, MetaTooLarge, SessionClosed
+from .errors import InvalidArgument, InvalidState, IpcSyncError, MetaTooLarge, ResourceLost, SessionClosed
 from .fields import Field, fields_of, layout
 from .ring import Control
 from .waiting import UNSET, Deadline, Timeout
@@ -23,8 +23,6 @@ from .wire import (
     ChannelInfo,
     ChannelSpec,
     CreateChannel,
-    Detach,
-    Empty,
     JoinReader,
     JoinWriter,
     MemoryInfo,
@@ -39,6 +37,8 @@ if TYPE_CHECKING:
     from .session import Session
 
 
+#: memory="session": others may read it for as long as this process lives, whatever was closed here.
+_kept: list[Memory] = []
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -117,7 +117,7 @@ class Channel:
         self.device = Device(self.backend.device_type, self.index)
         self.control = Control(session.map(info.control))
         self.backend.register(self.control.region)
-        self.owned: Memory | None = None  # memory="session": ours, for as long as anybody may read it
+        self._writer: Writer | None = None  # the last one taken here
         self._memory: dict[bool, Memory] = {}
         self._users: set[Writer | Reader] = set()
         self._lock = threading.Lock()
@@ -138,6 +138,7 @@ class Channel:
         request = JoinWriter(self.incarnation)
         reply = self.session.request("join_writer", request, WriterReply, self.session.deadline(timeout))
         writer = Writer(self, reply)
+        self._writer = writer
         self._users.add(writer)
         return writer
 
@@ -177,8 +178,7 @@ class Channel:
 
     def close(self, timeout: Timeout = UNSET) -> None:
         """Closes its writer and readers, if they still are, and lets the channel go. Idempotent."""
-        if not self._closed:
-            self._shutdown(self.session.deadline(timeout))
+        self._shutdown(self.session.deadline(timeout))
 
     def __enter__(self) -> Channel:
         return self
@@ -193,11 +193,18 @@ class Channel:
             memory = self._memory.get(writable)
             if memory is None:
                 info = self.info.memory
-                memory = self.backend.open_memory(self.index, info.handle, info.nbytes, writable=writable)
+                try:
+                    memory = self.backend.open_memory(self.index, info.handle, info.nbytes, writable=writable)
+                except FileNotFoundError:
+                    raise ResourceLost(
+                        f"the memory of {self.name!r} was its creator's, who has left: create the channel anew, with "
+                        'memory="broker" if it is to outlive its creator'
+                    ) from None
                 self._memory[writable] = memory
         return Views(self.backend, memory, self.spec)
 
     def left(self, user: Writer | Reader) -> None:
+        """It has left, and no device work of it is under way."""
         self._users.discard(user)
 
     def refuse(self, what: str) -> NoReturn:
@@ -212,22 +219,33 @@ class Channel:
             raise InvalidState(f"the channel {self.name!r} was closed here: open it again")
 
     def _held(self) -> dict[str, Any]:
-        return {"kind": "channel", "name": self.name, "incarnation": self.incarnation, "cell": self.info.event.cell}
+        held = {"kind": "channel", "name": self.name, "incarnation": self.incarnation, "cell": self.info.event.cell}
+        return held if self._writer is None else {**held, "pen": not self._writer._closed}
 
     def _shutdown(self, deadline: Deadline) -> None:
-        self._closed = True
-        try:
-            for user in list(self._users):
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        users, failure = list(self._users), None
+        for user in users:
+            try:
                 user._shutdown(deadline)
-        finally:
-            self.session.forget(self)
-            self.session.request("detach", Detach(self.incarnation), Empty, deadline)
+            except IpcSyncError as error:
+                failure = failure or error
+
+        def quiet() -> bool:
+            return all(user._quiet() for user in users)
+
+        if self.session.forget(self):
+            self.session.detach(self.incarnation, quiet, deadline)
+        if quiet():  # else a stream is still at it, and the process's end must free it
             for memory in self._memory.values():
                 self.backend.free(memory)
-            self._memory.clear()
-            if self.owned is not None:
-                self.backend.free(self.owned)
             self.backend.unregister(self.control.region)
+        self._memory.clear()
+        if failure is not None:
+            raise failure
 
 
 def create_channel(
@@ -285,12 +303,11 @@ def create_channel(
         if owned is not None:
             backend.free(owned)
         raise
-    channel = Channel(session, made)
-    if owned is not None and made.memory.handle == owned.handle:
-        channel.owned = owned
-    elif owned is not None:
+    if owned is not None and made.memory.handle != owned.handle:
         backend.free(owned)  # it existed, with memory of its own
-    return channel
+    elif owned is not None:
+        _kept.append(owned)
+    return Channel(session, made)
 
 
 def open_channel(session: Session, name: str, timeout: Timeout = UNSET) -> Channel:

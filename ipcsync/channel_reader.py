@@ -352,10 +352,17 @@ class Reader:
                 what=lambda: f"this process's own work on the items it released of {self.channel.name!r}",
                 polled=self._backend.device_writes,
             )
-        self.channel.left(self)
+        if self._quiet():
+            self.channel.left(self)
         request = LeaveReader(self.channel.incarnation, turn.cell)
         self.session.request("leave_reader", request, Empty, deadline)
         turn.close()
+
+    def _quiet(self) -> bool:
+        """Whether no stream of this process is still at the channel's memory or words."""
+        turn, words = self._turn, self._words
+        done = all(words[turn.done + b] >= words[turn.released + b] for b in range(self._control.depth))
+        return done and self._epochs.timeline.quiet()
 
     def __enter__(self) -> Reader:
         return self

@@ -280,13 +280,19 @@ class Writer:
         raised = hasattr(sys, "last_value") and not hasattr(sys, "ps1")
         self._leave("failed" if raised else "closed", deadline)
 
+    def _quiet(self) -> bool:
+        """Whether no stream of this process is still at the channel's memory or words."""
+        timeline = self._timeline
+        return timeline.quiet() and (timeline.completed >= timeline.issued or timeline.verdict <= timeline.issued)
+
     def _leave(self, end: Any, deadline: Deadline) -> None:
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        self.channel.left(self)
         for _, event in self._left.values():
+            if not end:  # the next writer must not meet what our streams still write and never published
+                self._finished(event, deadline)
             self._backend.event_destroy(event)
         request = LeaveWriter(self.channel.incarnation, end)
 
@@ -295,12 +301,21 @@ class Writer:
 
         if end == "failed":
             give_back()  # no waiting behind an exception: the broker takes the pen when the last item is complete
-            return
-        try:
-            self._timeline.drop_pen(deadline, give_back)
-        except IpcSyncError:
-            give_back()
-            raise
+        else:
+            try:
+                self._timeline.drop_pen(deadline, give_back)
+            except IpcSyncError:
+                give_back()
+                raise
+        if self._quiet():
+            self.channel.left(self)
+
+    def _finished(self, event: Any, deadline: Deadline) -> None:
+        while not self._backend.event_query(event):
+            self.session.check()
+            if deadline.left() == 0.0:
+                raise WaitTimeout(f"this process's streams still write discarded slots of {self.channel.name!r}")
+            time.sleep(200e-6)
 
     def __enter__(self) -> Writer:
         return self

@@ -109,3 +109,9 @@ class Lanes:
             )
         request = LeaveReader(array.incarnation, self._cell)
         array.session.request("leave_reader", request, Empty, deadline)
+
+    def quiet(self) -> bool:
+        """Whether no stream of this process still reads."""
+        words = self._array.control.words
+        lanes = range(self.at, self.at + Reader.LANES) if self._cell is not None else ()
+        return all(words[at + Reader.DONE] >= words[at + Reader.RELEASED] for at in lanes)

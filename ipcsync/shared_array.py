@@ -16,7 +16,7 @@ from . import linux
 from .backends.base import Memory, RawStream
 from .channel import Slot, decode_meta, encode_meta
 from .device import Device
-from .errors import InvalidState, StaleHandle, WaitTimeout
+from .errors import InvalidState, IpcSyncError, PeerDied, ResourceLost, StaleHandle, WaitTimeout
 from .fields import Field
 from .host_waits import ISSUED, SPACE
 from .lanes import Lanes
@@ -26,7 +26,6 @@ from .shm import Region
 from .waiting import UNSET, Deadline, Timeout, wait_word
 from .wire import (
     ArrayInfo,
-    Detach,
     Empty,
     Pen,
     PenBack,
@@ -311,8 +310,7 @@ class SharedArray:
     def close(self, timeout: Timeout = UNSET) -> None:
         """Lets the array go: waits for this process's own work on it. Memory given to ``share`` stays its owner's.
         Idempotent."""
-        if not self._closed:
-            self._shutdown(self.session.deadline(timeout))
+        self._shutdown(self.session.deadline(timeout))
 
     def __enter__(self) -> SharedArray:
         return self
@@ -326,20 +324,37 @@ class SharedArray:
             raise InvalidState(f"the array {self.name!r} was closed here: open it again")
 
     def _held(self) -> dict[str, Any]:
-        return {"kind": "array", "name": self.name, "incarnation": self.incarnation, "cell": self.info.event.cell}
+        held = {"kind": "array", "name": self.name, "incarnation": self.incarnation, "cell": self.info.event.cell}
+        return {**held, "pen": self._timeline.has_pen}
 
     def _shutdown(self, deadline: Deadline) -> None:
-        self._closed = True
+        with self._setup:
+            if self._closed:
+                return
+            self._closed = True
+        failure = None
         try:
             self._readers.leave(deadline)
             self._drop_pen(deadline)
-        finally:
-            self.session.forget(self)
-            self.session.request("detach", Detach(self.incarnation), Empty, deadline)
-            self._arrays.clear()
+        except (PeerDied, ResourceLost):
+            pass  # condemned: nothing to drain
+        except IpcSyncError as error:
+            failure = error
+
+        def quiet() -> bool:
+            timeline = self._timeline
+            complete = timeline.completed >= timeline.issued or timeline.verdict <= timeline.issued
+            return complete and timeline.quiet() and self._readers.quiet()
+
+        if self.session.forget(self):
+            self.session.detach(self.incarnation, quiet, deadline)
+        self._arrays.clear()
+        if quiet():  # else a stream is still at it, and the process's end must free it
             for memory in self._memory:
                 self.backend.free(memory)
             self.backend.unregister(self.control.region)
+        if failure is not None:
+            raise failure
 
 
 class _GaveUp(Exception):

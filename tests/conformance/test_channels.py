@@ -749,3 +749,17 @@ def test_the_bench_is_empty_afterwards(case: Case, session: Session) -> None:
         lambda: not [p for p in os.listdir(session.runtime) if p.startswith(("ctl-", "mem-", "smem-"))],
         "the removal of the channel's files",
     )
+
+
+def test_handles_of_one_channel_close_one_by_one(case: Case, session: Session) -> None:
+    made = session.create_channel("frames", shape=SHAPE, dtype="int32", device=case.device)
+    again = session.open_channel("frames")
+    made.close()
+    made.close()
+    with again.reader() as reader, again.writer() as writer:
+        with writer.slot() as slot:
+            slot.array[...] = 3
+        with reader.get() as taken:
+            assert same(taken.array, 3)
+    with pytest.raises(InvalidState):
+        made.reader()
