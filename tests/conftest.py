@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from .harness import KEPT, Broker, Child, Hang, Runtime, segments
+from .harness import KEPT, Broker, Child, Hang, Runtime, segments, unused
 
 if TYPE_CHECKING:
     from ipcsync import Session
 
-_SEGMENTS = pytest.StashKey[set[str]]()
+_SEGMENTS = pytest.StashKey[Any]()  # names in /dev/shm before the first test
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,7 +36,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):
         return  # only whoever saw all of it can say
     left = segments() - session.config.stash[_SEGMENTS]
-    if left:
+    if left := unused(left):  # what is in use belongs to somebody else's tests
         session.config.get_terminal_writer().line(f"\nleft in /dev/shm: {sorted(left)}", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

@@ -135,9 +135,9 @@ class Child:
 
     def join(self, timeout: float = TIMEOUT) -> Any:
         """Waits for the child's end and returns what its function returned. What it sent unread is dropped."""
-        kind, value = "done", None
+        value = None
         while not self._over:
-            kind, value = self._next(timeout)
+            _, value = self._next(timeout)
         self.process.join(timeout)
         if self.process.exitcode is None:
             self._dump()
@@ -286,6 +286,19 @@ def segments() -> set[str]:
         except FileNotFoundError:
             continue
     return found
+
+
+def unused(names: set[str]) -> set[str]:
+    """Those of these names in /dev/shm that no live process maps or has in its environment: nobody's any more."""
+    left = set(names)
+    for entry in Path("/proc").iterdir():
+        if left and entry.name.isdigit():
+            try:
+                text = (entry / "maps").read_bytes() + (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            left -= {name for name in left if os.fsencode(SHM / name) in text}
+    return left & segments()
 
 
 class Runtime:

@@ -125,7 +125,7 @@ class HostBackend(Backend):
                 raw.put(event.wait, (ticket,))
 
     def event_query(self, event: RawEvent) -> bool:
-        return bool(event.done(event.latest))
+        return bool(event.query())
 
     def event_synchronize(self, event: RawEvent) -> None:
         event.wait(event.latest)

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import fcntl
 import os
+import resource
 import sys
 import threading
 import time
@@ -28,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import linux, runtime
-from ..errors import HandleInvalid, InvalidState, NotExportable, PeerDied, PeerFailed
+from ..errors import HandleInvalid, InvalidState, NotExportable, PeerDied, PeerFailed, QuotaExceeded
 from ..shm import Region
 from ..waiting import Deadline, Words, wait_word
 from .host_stream import HostStream
@@ -62,15 +64,14 @@ _opening = threading.RLock()  # re-entrant: the collector may come in between
 _swept: set[Path] = set()
 
 
-def _folder(*, create: bool) -> Path:
+def _folder() -> Path:
     """Where the event files of the runtime directory are. What dead processes left there is removed once a process."""
-    directory = runtime.directory(create=create)
+    directory = runtime.directory(create=True)
     folder = directory / _FOLDER
-    if create:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if folder not in _swept:
-            _swept.add(folder)
-            sweep(directory)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder not in _swept:
+        _swept.add(folder)
+        sweep(directory)
     return folder
 
 
@@ -101,13 +102,19 @@ class HostEvent:
     def create(cls, *, interprocess: bool) -> HostEvent:
         if not interprocess:
             return cls(_Private(_NWORDS))
-        path = _folder(create=True) / os.urandom(16).hex()
+        path = _folder() / os.urandom(16).hex()
 
         def fill(region: Region) -> None:
             region.words[_CREATOR], region.words[_START], region.words[_NAMESPACE] = _identity()
             region.words[0] = MAGIC
 
-        made = _events[path] = cls(Region.create(path, 8 * _NWORDS, fill), path)
+        try:
+            made = _events[path] = cls(Region.create(path, 8 * _NWORDS, fill), path)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise _too_many_files() from None
+            raise
         return made
 
     @classmethod
@@ -118,11 +125,11 @@ class HostEvent:
                 "this is no handle of a host event: it takes the 64 bytes of ipc_handle() of an event made with "
                 'device="cpu", interprocess=True'
             )
-        folder = _folder(create=False)
+        folder = runtime.default_directory() / _FOLDER
         path = folder / handle[8:24].hex()
         with _opening:
             found = _events.get(path)
-            if found is not None:
+            if found is not None and found._pid == os.getpid():
                 return found
             try:
                 region = Region.open(path)
@@ -136,6 +143,10 @@ class HostEvent:
                         "the same in both processes"
                     ) from None
                 raise HandleInvalid("the event of this handle is gone: its creator ended, or let it go") from None
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    raise _too_many_files() from None
+                raise
             return made
 
     def handle(self) -> bytes:
@@ -237,6 +248,14 @@ class HostEvent:
             ) from self._cause
         return bool(value >= number)
 
+    def query(self) -> bool:
+        """Whether the latest record is complete; raises if it never will be, so that nobody polls for ever."""
+        ticket = self.latest
+        if self.done(ticket):
+            return True
+        self._alive(*ticket)
+        return self.done(ticket)
+
     def wait(self, ticket: Ticket) -> None:
         """The calling thread waits for the record. ``PeerDied`` when its process died with it pending."""
         if self.done(ticket):
@@ -272,6 +291,15 @@ class HostEvent:
             )
 
 
+def _too_many_files() -> QuotaExceeded:
+    return QuotaExceeded(
+        "each interprocess event of the host keeps a file open, and this process has as many as it may: let some go, "
+        "or raise its limit (`ulimit -n`)",
+        resource="open files",
+        limit=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+    )
+
+
 def _identity() -> tuple[int, int, int]:
     """(pid, start time, pid namespace) of this process; a forked child is another one."""
     pid = os.getpid()
@@ -295,6 +323,7 @@ def sweep(directory: Path) -> None:
         words: Any = region.words
         gone = (
             len(words) >= _NWORDS
+            and words[0] == MAGIC
             and words[_NAMESPACE] == namespace
             and linux.start_time(words[_CREATOR]) != words[_START]
         )

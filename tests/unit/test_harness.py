@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Child, Hang, Peer, Runtime, files_of, processes_of, segments
+from tests.harness import Child, Hang, Peer, Runtime, files_of, processes_of, segments, unused
 
 
 def echo(peer: Peer, word: str) -> str:
@@ -110,9 +111,12 @@ def test_a_planted_process_is_found_and_removed(place: Runtime) -> None:
 def test_a_planted_segment_is_found() -> None:
     planted = Path(f"/dev/shm/planted-{os.getpid()}")
     before = segments()
-    planted.touch()
+    planted.write_bytes(bytes(4096))
     try:
         assert planted.name in segments() - before
+        assert unused({planted.name, "never-was"}) == {planted.name}
+        with planted.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+            assert unused({planted.name}) == set(), "it is in use"
     finally:
         planted.unlink()
 
