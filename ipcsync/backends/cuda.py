@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from ..errors import (
     AmbiguousStream,
     CaptureUnsupported,
+    DeviceLost,
     HandleInvalid,
     InvalidState,
     NotExportable,
@@ -40,6 +41,7 @@ from .cuda_driver import (
     find_uuid,
     load,
 )
+from .cuda_streams import DefaultStream
 from .cuda_teardown import Quarantine
 
 EVENT_LIMIT = 4096  # live interprocess events of one process: CUDA's own limit
@@ -69,6 +71,32 @@ class _Registration:
         self.device, self.ours, self.users, self.mapping = device, ours, 1, memoryview(region.bytes)
 
 
+class _Passed:
+    """Whether a stream has done what it was given: looked at when somebody asks, which is seldom, so that a wait costs
+    nothing more. A stream that is busy then is given a mark, and has passed when it reaches that."""
+
+    __slots__ = ("_backend", "_mark", "_raw")
+
+    def __init__(self, backend: CudaBackend, raw: int) -> None:
+        self._backend, self._raw = backend, raw
+        self._mark: CudaEvent | None = None
+
+    def __call__(self) -> bool:
+        backend = self._backend
+        try:
+            if self._mark is not None:
+                return backend.event_query(self._mark)
+            if backend.stream_query(self._raw):
+                return True
+            self._mark = backend.event_create(0, timing=False, blocking=False, interprocess=False)
+            backend.event_record(self._mark, self._raw)
+        except DeviceLost:
+            return True  # nothing of it runs any more
+        except CaptureUnsupported:
+            self._mark = None
+        return False
+
+
 class CudaBackend(Backend):
     device_type: ClassVar[str] = "cuda"
     device_writes: ClassVar[bool] = True
@@ -85,6 +113,7 @@ class CudaBackend(Backend):
         self._handles: dict[int, Any] = {}  # by raw stream
         self._registered: dict[int, _Registration] = {}  # by address
         self._refused: dict[int, str] = {}  # by device: why memory operations do not work
+        self._prober = cuda_probe.Prober(self._driver, self._devices)
         self._queues: dict[int, int] = {}
         self._lock = threading.RLock()
 
@@ -111,11 +140,11 @@ class CudaBackend(Backend):
     def new_stream(self, device: int, priority: int) -> int:
         """Non-blocking, as torch's are: the null stream does not wait for it. CUDA clamps the priority."""
         with self.using(device):
-            return int(check(self._driver.cuStreamCreateWithPriority(1, priority), "cuStreamCreateWithPriority"))
+            made = check(self._driver.cuStreamCreateWithPriority(1, priority), "cuStreamCreateWithPriority")
+        return cuda_streams.KeptStream(int(made), cuda_streams.OwnStream(self._driver, made))
 
     def drop_stream(self, raw: int) -> None:
-        self._handles.pop(raw, None)
-        self._driver.cuStreamDestroy(raw)
+        """Nothing: it goes when the last slot, timeline or budget that keeps its raw value lets go."""
 
     def framework_streams(self, device: int) -> dict[str, int]:
         """The current stream of "cupy" and "torch", of those that are loaded."""
@@ -137,7 +166,7 @@ class CudaBackend(Backend):
         return self._streams.as_current(raw, device)
 
     def stream_key(self, raw: int) -> Hashable:
-        return raw if raw.__class__ is int else cuda_streams.key(raw)
+        return raw if raw.__class__ is not DefaultStream else cuda_streams.key(raw)
 
     def stream_query(self, raw: int) -> bool:
         return self._ready(self._on(raw, self._driver.cuStreamQuery, raw), "cuStreamQuery")
@@ -153,18 +182,19 @@ class CudaBackend(Backend):
         """The driver's own object for a stream: made once, because each conversion of an int costs a call 0.1 us."""
         if len(self._handles) > 1024:  # streams come and go
             self._handles.clear()
-        made = self._handles[raw] = self._driver.CUstream(raw)
+        pointer = int(raw)
+        made = self._handles[pointer] = self._driver.CUstream(pointer)
         return made
 
     def _on(self, raw: int, call: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
         """The status of a call on a stream. A default stream is the current device's; others know their own."""
-        if raw.__class__ is int:
+        if raw.__class__ is not DefaultStream:
             return call(*args)[0]
         if self._devices.count == 1:  # whatever context the thread has is the right one, if it has one
             status = call(*args)[0]
             if status != INVALID_CONTEXT:
                 return status
-        with self.using(raw.device):  # type: ignore[attr-defined]
+        with self.using(raw.device):
             return call(*args)[0]
 
     def _not_capturing(self, stream: Any) -> None:
@@ -281,7 +311,7 @@ class CudaBackend(Backend):
         if device not in self._refused:
             with self._lock:
                 if device not in self._refused:
-                    self._refused[device] = cuda_probe.memory_operations(self._driver, self._devices, device)
+                    self._refused[device] = self._prober.memory_operations(device)
         return not self._refused[device]
 
     def register(self, region: Region) -> None:
@@ -291,6 +321,12 @@ class CudaBackend(Backend):
                 found.users += 1
                 return
             device = self._devices.touched()
+            if not self.memory_operations(device):
+                raise Unsupported(
+                    f"streams cannot wait for words of memory on cuda:{device}: {self._refused[device]}; "
+                    "`ipcsync doctor` tries it too"
+                )
+            self.blocked_limit(device)  # probed before anything waits
             driver = self._driver
             flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
             if not region.writable:
@@ -345,7 +381,7 @@ class CudaBackend(Backend):
         if status or capturing:
             self._not_capturing(stream)
         address = region.address + 8 * index
-        if raw.__class__ is int:
+        if raw.__class__ is not DefaultStream:
             (status,) = self._write64(stream, address, value, 0)
         else:
             status = self._on(raw, self._write64, stream, address, value, 0)
@@ -358,12 +394,15 @@ class CudaBackend(Backend):
         if status or capturing:
             self._not_capturing(stream)
         address = region.address + 8 * index
-        if raw.__class__ is int:
+        if raw.__class__ is not DefaultStream:
             (status,) = self._wait64(stream, address, value, 0)  # flags 0: GEQ, cyclically
         else:
             status = self._on(raw, self._wait64, stream, address, value, 0)
         if status:
             fail(status, "cuStreamWaitValue64")
+
+    def passed(self, raw: int) -> Callable[[], bool]:
+        return _Passed(self, raw)
 
     def blocked_limit(self, device: int) -> int:
         """Hardware queues, less a reserve. A stream with new work takes an idle queue, but shares one when none is
@@ -374,7 +413,7 @@ class CudaBackend(Backend):
             with self._lock:
                 queues = self._queues.get(device)
                 if queues is None:
-                    queues = cuda_probe.hardware_queues(self._driver, self._devices, device)
+                    queues = self._prober.hardware_queues(device)
                     self._queues[device] = queues
         return queues - max(1, queues // 4)
 

@@ -28,6 +28,31 @@ class DefaultStream(int):
         return made
 
 
+class KeptStream(int):
+    """A stream that lives at least as long as its raw value does, wherever that is kept: a slot, a timeline, a budget.
+
+    A driver call on a stream that was destroyed is a crash, and a new stream may get the address of an old one, whose
+    work it would then be taken for. `owner`: somebody else's object, or what destroys our own stream.
+    """
+
+    owner: object
+
+    def __new__(cls, pointer: int, owner: object) -> KeptStream:
+        made = super().__new__(cls, pointer)
+        made.owner = owner
+        return made
+
+
+class OwnStream:
+    """Destroys a stream of ours when nothing keeps it any more. What is enqueued on it still runs."""
+
+    def __init__(self, driver: Any, handle: Any) -> None:
+        self._destroy, self._handle = driver.cuStreamDestroy, handle
+
+    def __del__(self) -> None:
+        self._destroy(self._handle)
+
+
 def key(raw: int) -> Hashable:
     """Equal for equal streams; a per-thread default stream is another one in each thread."""
     if isinstance(raw, DefaultStream):
@@ -41,8 +66,8 @@ class Streams:
         self._externals: dict[tuple[int, int], Any] = {}
         self._defaults: dict[tuple[int, int], DefaultStream] = {}
 
-    def raw(self, pointer: int, device: int) -> int:
-        return pointer if pointer > PER_THREAD else self.default(pointer, device)
+    def raw(self, pointer: int, device: int, owner: object) -> int:
+        return KeptStream(pointer, owner) if pointer > PER_THREAD else self.default(pointer, device)
 
     def default(self, pointer: int, device: int) -> DefaultStream:
         made = self._defaults.get((pointer, device))
@@ -56,19 +81,19 @@ class Streams:
         if isinstance(stream, DefaultStream):
             return stream, stream.device
         if isinstance(stream, int):
-            return self._pointer(stream)
+            return self._pointer(stream, stream)
         pointer = getattr(stream, "cuda_stream", None)  # torch.cuda.Stream
         if isinstance(pointer, int):
-            return self.raw(pointer, _index(stream, self._devices)), _index(stream, self._devices)
+            return self._pointer(pointer, stream, stream.device_index)  # type: ignore[attr-defined]
         pointer = getattr(stream, "ptr", None)  # cupy.cuda.Stream
         if isinstance(pointer, int):
-            return self._pointer(pointer, getattr(stream, "device_id", -1))
+            return self._pointer(pointer, stream, getattr(stream, "device_id", -1))
         protocol = getattr(stream, "__cuda_stream__", None)
         if protocol is not None:
             version, pointer = protocol() if callable(protocol) else protocol
             if version != 0:
                 raise InvalidArgument(f"__cuda_stream__ has version {version}; this ipcsync knows version 0")
-            return self._pointer(int(pointer))
+            return self._pointer(int(pointer), stream)
         return self._torch(stream)
 
     def _torch(self, stream: object) -> tuple[int, int] | None:
@@ -79,14 +104,14 @@ class Streams:
         named = torch.cuda.Stream(
             stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
         )
-        return self.raw(named.cuda_stream, stream.device_index), stream.device_index
+        return self._pointer(named.cuda_stream, stream, stream.device_index)
 
-    def _pointer(self, pointer: int, device: int = -1) -> tuple[int, int]:
+    def _pointer(self, pointer: int, owner: object, device: int = -1) -> tuple[int, int]:
         if pointer < 0:
             raise InvalidArgument(f"{pointer} is no stream's address")
         if device < 0:
             device = self._device_of(pointer)
-        return self.raw(pointer, device), device
+        return self.raw(pointer, device, owner), device
 
     def _device_of(self, pointer: int) -> int:
         if pointer <= PER_THREAD:
@@ -102,9 +127,11 @@ class Streams:
         found = {}
         torch, numeric = loaded("torch"), loaded("cupy")
         if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
-            found["torch"] = self.raw(torch.cuda.current_stream(device).cuda_stream, device)
+            stream = torch.cuda.current_stream(device)
+            found["torch"] = self.raw(stream.cuda_stream, device, stream)
         if numeric is not None and hasattr(numeric, "cuda"):
-            found["cupy"] = self.raw(numeric.cuda.get_current_stream(device).ptr, device)
+            stream = numeric.cuda.get_current_stream(device)
+            found["cupy"] = self.raw(stream.ptr, device, stream)
         return found
 
     def as_current(self, raw: int, device: int) -> AsCurrent:
@@ -112,7 +139,8 @@ class Streams:
         return AsCurrent(self._devices.using(device), self._external(raw, device))
 
     def _external(self, raw: int, device: int) -> Any:
-        external = self._externals.get((raw, device))
+        pointer = int(raw)  # and not what keeps the stream alive
+        external = self._externals.get((pointer, device))
         if external is None:
             stream = cupy().cuda.Stream
             if isinstance(raw, DefaultStream):
@@ -121,10 +149,10 @@ class Streams:
                 self._externals.clear()
             if hasattr(stream, "from_external"):
                 with self._devices.using(device):
-                    external = stream.from_external(_Pointer(raw))
+                    external = stream.from_external(_Pointer(pointer))
             else:  # CuPy 13
-                external = cupy().cuda.ExternalStream(raw, device)
-            self._externals[raw, device] = external
+                external = cupy().cuda.ExternalStream(pointer, device)
+            self._externals[pointer, device] = external
         return external
 
 
@@ -153,10 +181,3 @@ class AsCurrent:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._stream.__exit__(kind, error, tb)
         self._using.__exit__(kind, error, tb)
-
-
-def _index(stream: Any, devices: Devices) -> int:
-    index = getattr(stream, "device_index", None)
-    if index is None:
-        index = stream.device.index
-    return devices.current() if index is None else int(index)
