@@ -30,7 +30,17 @@ def numbers(stage):
         with stage.output.slot(meta={"n": n}) as slot:
             slot.array[...] = n
 
+def started():
+    print("started", os.getpid(), flush=True)
+
+def relay(stage):
+    started()
+    for slot in stage.input.slots():
+        with stage.output.slot(meta=slot.meta) as out:
+            out.array[...] = slot.array
+
 def endless(stage):
+    started()
     n = 0
     try:
         while True:
@@ -41,11 +51,12 @@ def endless(stage):
         print("made", n, flush=True)
 
 def listed(stage):
+    started()
     seen = []
     for slot in stage.input.slots():
         assert (slot.array == slot.meta["n"] * stage.params.get("times", 1)).all()
         if not seen:
-            print("first", os.getpid())
+            print("first", flush=True)
         seen.append(slot.meta["n"])
     print("seen", len(seen), "in order" if seen == sorted(set(seen)) else seen)
 
@@ -70,15 +81,17 @@ def leaves(stage):
     os._exit(7)
 
 def once(stage):
-    marker = stage.params["marker"]
+    params, marker = stage.params, stage.params["marker"]
     for turn, slot in enumerate(stage.input.slots()):
         if turn == 0:
             print("begun", slot.meta["n"], flush=True)
-        with stage.output.slot(meta=slot.meta) as out:
-            out.array[...] = slot.array
-        if slot.meta["n"] == 3 and not os.path.exists(marker):
+        failing = slot.meta["n"] == 3 and not os.path.exists(marker)
+        if not failing or params["published"]:
+            with stage.output.slot(meta=slot.meta) as out:
+                out.array[...] = slot.array
+        if failing:
             open(marker, "w").close()
-            if stage.params["how"] == "raise":
+            if params["how"] == "raise":
                 raise ValueError("a planted failure")
             os.kill(os.getpid(), 9)
 """
@@ -276,19 +289,43 @@ def test_no_broker_can_be_had(run, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["raise", "kill"])
-def test_a_failed_stage_is_started_again(run, tmp_path, how):
-    more = f'params = {{ marker = "{tmp_path}/failed", how = "{how}" }}\nrestart = "on-failure"\nrestart_delay = 0.01'
-    made = run(
-        ENDLESS + stage("two", "once", inputs="a", outputs="b", more=more) + stage("three", "listed", inputs="b")
-    )
+@pytest.mark.parametrize("published", [False, True])
+def test_a_failed_stage_is_started_again_and_loses_nothing(run, tmp_path, how, published):
+    marker = tmp_path / "failed"
+    params = f'{{ marker = "{marker}", how = "{how}", published = {str(published).lower()} }}'
+    more = f'params = {params}\nrestart = "on-failure"\nrestart_delay = 0.01'
+    text = LINE + stage("two", "once", inputs="a", outputs="b", more=more) + stage("three", "listed", inputs="b")
+    made = run(text, "--set", "stages.one.params.items=200")
+    assert made.end() == 0, made.err
     made.saw("restart 1 of 3")
-    made.saw(r"two +\| begun 0\n(.*\n)*?two +\| begun")  # it took an item before and after
+    made.saw(r"two +\| begun 0\n(.*\n)*?two +\| begun 3\n")  # it is given what it had not finished
+    found = report(tmp_path)["stages"]
+    assert found["one"]["items"] == found["two"]["items"] == 200
+    assert (found["two"]["restarts"], found["two"]["missed"], found["two"]["repeated"]) == (1, 0, 1)
+    # What it had published of the item before it failed, it publishes again: at least once, and the table says so.
+    assert found["three"]["items"] == found["two"]["written"]["b"] == 200 + published
+    assert ("seen 200 in order" in made.err) is not published
+
+
+@pytest.mark.parametrize("victim", ["one", "two", "three"])
+def test_a_worker_that_is_killed_is_started_again(run, tmp_path, victim):
+    again = 'restart = "on-failure"\nrestart_delay = 0.01'
+    made = run(
+        channel("a")
+        + channel("b")
+        + stage("one", "endless", outputs="a", more=again)
+        + stage("two", "relay", inputs="a", outputs="b", more=again)
+        + stage("three", "listed", inputs="b", more=again)
+    )
+    made.saw(r"three +\| first")
+    pid = int(made.saw(rf"{victim} +\| started (\d+)")[1])
+    os.kill(pid, signal.SIGKILL)
+    made.saw(rf"{victim} +\| the process was killed by SIGKILL\n(.*\n)*?{victim} +\| started")
     made.signal(signal.SIGINT)
     assert made.end() == 130, made.err
     found = report(tmp_path)["stages"]
-    assert found["two"]["restarts"] == 1
-    assert found["three"]["items"] == found["two"]["written"]["b"]  # nothing that was written is lost or repeated
-    assert "in order" in made.err
+    assert {name: each["restarts"] for name, each in found.items()} == {name: int(name == victim) for name in found}
+    assert [each["missed"] for each in found.values()] == [0, 0, 0]  # what was written was read
 
 
 def test_a_stage_that_goes_on_failing_ends_the_run(run, tmp_path):

@@ -30,7 +30,8 @@ class Plan(Struct, tag=True):
     counters: int  # descriptor of the counters' page
     keep_open: bool  # may be restarted: on failure its channels are left, not ended
     patient: list[str]  # inputs whose writer may be restarted: wait for the next one
-    resume: dict[str, int] | None = None  # started again: the last item finished of each input
+    group: str | None  # the reader group in which the supervisor keeps its place while it is started again
+    resume: dict[str, int]  # the last item finished of each input, before it was started again
     trace: str = ""  # folder of the trace's parts; empty: no trace
 
 

@@ -43,9 +43,10 @@ def _stage(stage: StageRun, run: Supervisor) -> dict[str, Any]:
         "bytes": sum(port.bytes for port in counted),
         "latency_p50": percentile(hops, 0.50) if hops else None,
         "latency_p99": percentile(hops, 0.99) if hops else None,
-        # Written but not taken: passed over by policy "latest", lost in a restart, or left behind by a failure.
+        # Written but not finished here: passed over by policy "latest", left by a stage that returned, or by a failure.
         "missed": sum(max(0, written[name].items - port.items) for name, port in inputs.items()),
-        "repeated": sum(max(0, port.items - written[name].items) for name, port in inputs.items()),
+        # Taken and not finished, then taken again: what a stage that was started again began twice.
+        "repeated": sum(map(sum, hops)) - items if stage.restarts and stage.state == "done" else 0,
         "written": {name: port.items for name, port in outputs.items()},
         "restarts": stage.restarts,
         "counts": dict(stage.counts),

@@ -24,19 +24,15 @@ and so on: a pipeline ends by itself. :func:`ipcsync_workers.testing.run_stage` 
 from __future__ import annotations
 
 import inspect
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
 
 from ipcsync import trace
 from ipcsync.errors import InvalidState
 
 from .calls import PER_ITEM
-
-if TYPE_CHECKING:
-    from .counters import Port
 
 F = TypeVar("F", bound=Callable[..., None])
 P = TypeVar("P")
@@ -50,95 +46,18 @@ class Drained(BaseException):
 
 
 class Slots(Protocol):
-    """What a stage reads: an :class:`Input`, or a list of arrays in a test."""
+    """What a stage reads: a :class:`~ipcsync_workers.ports.Input`, or a list of arrays in a test."""
 
     def slots(self, *, timeout: float | None = None) -> Iterator[Any]: ...
     def get(self, *, timeout: float | None = None) -> AbstractContextManager[Any]: ...
 
 
 class Sink(Protocol):
-    """What a stage writes: an :class:`Output`, or a list that grows in a test."""
+    """What a stage writes: a :class:`~ipcsync_workers.ports.Output`, or a list that grows in a test."""
 
     def slot(
         self, *, meta: Mapping[str, Any] | None = None, timeout: float | None = None
     ) -> AbstractContextManager[Any]: ...
-
-
-class Input:
-    """An input of a running stage: the items of one channel, in order."""
-
-    def __init__(self, reader: Any, port: Port, stage: Stage, *, resume_after: int = 0) -> None:
-        self._reader, self._port, self._stage = reader, port, stage
-        self._resume_after = resume_after
-
-    def slots(self, *, timeout: float | None = None) -> Iterator[Any]:
-        """Every item until the channel ends: ``slot.array`` (or ``slot["field"]``), ``slot.meta``, ``slot.number``.
-
-        The slot is the stage's until the next turn, then its buffer is written again; ``slot.release()`` gives it back
-        before. In a stage without outputs the slot is confirmed first: what a sink sees was computed from finished work
-        only. `timeout`: seconds that one item may take to come (``WaitTimeout``); None waits for as long as the writer
-        lives.
-        """
-        for slot in self._reader.slots(self._stage.stream, timeout=timeout):
-            if self._taken(slot):
-                nbytes = _nbytes(slot)
-                if self._stage.outputs:
-                    yield slot
-                else:
-                    with _timed(self._stage):
-                        yield slot
-                self._port.count(slot.number, nbytes)
-
-    @contextmanager
-    def get(self, *, timeout: float | None = None) -> Iterator[Any]:
-        """The next item, for the length of the block; ``EndOfStream`` after the last."""
-        while True:
-            with self._reader.get(self._stage.stream, timeout=timeout) as slot:
-                if self._taken(slot):
-                    nbytes = _nbytes(slot)
-                    yield slot
-                    self._port.count(slot.number, nbytes)
-                    return
-
-    def _taken(self, slot: Any) -> bool:
-        """Counts the hop; False for an item that the stage had finished before it was started again."""
-        if slot.number <= self._resume_after:
-            return False
-        if not self._stage.outputs:
-            slot.confirm()
-        self._port.hop(time.monotonic_ns() - slot.published)
-        return True
-
-
-class Output:
-    """An output of a running stage: the one writer of a channel."""
-
-    def __init__(self, writer: Any, port: Port, stage: Stage) -> None:
-        self._writer, self._port, self._stage = writer, port, stage
-
-    @contextmanager
-    def slot(self, *, meta: Mapping[str, Any] | None = None, timeout: float | None = None) -> Iterator[Any]:
-        """A buffer to fill: ``slot.array[...] = ...`` (or ``slot["field"]``), published when the block ends.
-
-        An exception in the block publishes nothing, and so does ``slot.discard()``. `meta` is a small map that goes
-        with the item. `timeout`: seconds to wait for a buffer that every reader is done with.
-        """
-        if self._stage.draining and not self._stage.inputs:
-            raise Drained
-        with self._writer.slot(self._stage.stream, meta=dict(meta or {}), timeout=timeout) as slot:
-            with _timed(self._stage):
-                yield slot
-            nbytes = 0 if slot.number is None else _nbytes(slot)
-        if slot.number is not None:  # else it was discarded
-            self._port.count(slot.number, nbytes)
-
-
-def _timed(stage: Stage) -> AbstractContextManager[None]:
-    """For a trace: the time that the device takes for what the block enqueues."""
-    recorder = trace.ACTIVE
-    if recorder is None or stage.device.type == "cpu":
-        return nullcontext()
-    return recorder.gpu(stage.name, stage.stream)
 
 
 class Stage:
@@ -204,10 +123,6 @@ class Stage:
     def count(self, what: str, n: int = 1) -> None:
         """Counts something of the stage's own, such as files passed over: the closing table has it."""
         self.counts[what] += n
-
-
-def _nbytes(slot: Any) -> int:
-    return sum(slot[name].nbytes for name in slot)
 
 
 def _only(ports: Mapping[str, P], stage: str, side: str) -> P:

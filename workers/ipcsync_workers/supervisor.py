@@ -52,10 +52,22 @@ class StageRun:
         self.error = ""
         self.counts: dict[str, int] = {}
         self.ended = 0.0  # time.monotonic() when it ended
+        self.places: list[Any] = []  # readers of ours in its group, that keep its items while it is started again
 
     @property
     def over(self) -> bool:
         return self.state in ("done", "stopped", "failed")
+
+    @property
+    def group(self) -> str | None:
+        """The reader group of a stage that may be started again: its place is kept, and no item is lost."""
+        return self.name if self.plan.restart == "on-failure" and self.plan.policy == "block" else None
+
+    def end(self, state: str) -> None:
+        self.state = state
+        for place in self.places:
+            place.close()
+        self.places.clear()
 
 
 class Supervisor:
@@ -117,18 +129,23 @@ class Supervisor:
 
     def _create_channels(self, session: Any) -> None:
         """All channels exist before any worker does. What this machine cannot give is a mistake of the file."""
-        problems = []
+        problems, made = [], {}
         for name, plan in self.pipeline.channels.items():
             fields = {key: ipcsync.Field(f.shape, f.dtype) for key, f in plan.fields.items()}
             what: dict[str, Any] = {"fields": fields} if fields else {"shape": plan.shape, "dtype": plan.dtype}
             device = self.pipeline.device(plan)
             try:
-                session.create_channel(name, depth=plan.depth, meta_bytes=plan.meta_bytes, device=device, **what)
+                made[name] = session.create_channel(
+                    name, depth=plan.depth, meta_bytes=plan.meta_bytes, device=device, **what
+                )
             except (OutOfSpace, QuotaExceeded, DeviceUnavailable) as error:
                 line = self.pipeline.lines.get(("channels", name), 1)
                 problems.append((line, f"channels.{name}", str(error)))
         if problems:
             raise invalid(self.pipeline.path, problems)
+        for stage in self.stages.values():
+            if stage.group:
+                stage.places = [made[name].reader(group=stage.group) for name in stage.plan.inputs]
 
     def _supervise(self) -> None:
         self.began = time.monotonic()
@@ -154,7 +171,6 @@ class Supervisor:
         stage.state = "running" if self._going else "starting"
         plan = stage.plan
         writers = {channel: each.plan for each in self.stages.values() for channel in each.plan.outputs}
-        resume = {name: port.last for name, port in stage.counters.inputs.items()} if stage.restarts else None
         process = stage.process = Process(
             messages.Plan(
                 stage=stage.name,
@@ -170,7 +186,8 @@ class Supervisor:
                 counters=stage.counters.fd,
                 keep_open=plan.restart == "on-failure" and stage.restarts < plan.restart_limit,
                 patient=[name for name in plan.inputs if writers[name].restart == "on-failure"],
-                resume=resume,
+                group=stage.group,
+                resume={name: port.last for name, port in stage.counters.inputs.items()},
                 trace="" if self.trace is None else str(self.trace),
             ),
             stage.counters,
@@ -211,16 +228,15 @@ class Supervisor:
         for what, n in outcome.counts.items():
             stage.counts[what] = stage.counts.get(what, 0) + n
         if isinstance(outcome, messages.Done):
-            stage.state = "done"
+            stage.end("done")
             return
         stage.error = outcome.traceback
         if outcome.consequence:
-            stage.state = "stopped"
+            stage.end("stopped")
             self._stop()
             return
         plan = stage.plan
-        ending = self._draining or self._stopping
-        if plan.restart == "on-failure" and stage.restarts < plan.restart_limit and not ending:
+        if plan.restart == "on-failure" and stage.restarts < plan.restart_limit and not self._stopping:
             delay = plan.restart_delay * 2**stage.restarts
             stage.restarts += 1
             stage.restart_at = stage.ended + delay
@@ -231,7 +247,7 @@ class Supervisor:
                 f"stage {stage.name!r} failed; restart {stage.restarts} of {plan.restart_limit} in {delay:g} s"
             )
             return
-        stage.state = "failed"
+        stage.end("failed")
         self._stop()
 
     # -- stopping
@@ -255,9 +271,7 @@ class Supervisor:
             if stage.process is not None:
                 messages.send(stage.process.end, messages.Drain())
             elif stage.state == "restarting":
-                # It would have gone on with what is left of its input: nobody can wait for that now.
-                stage.restart_at, stage.state = None, "failed"
-                self._stop()
+                stage.restart_at = time.monotonic()  # it has something to finish too
 
     def _stop(self) -> None:
         """Everything stops where it is, and what does not is killed."""
@@ -266,7 +280,8 @@ class Supervisor:
             self._kill_at = time.monotonic() + _GRACE
             for stage in self.stages.values():
                 if stage.state == "restarting":
-                    stage.restart_at, stage.state = None, "failed"
+                    stage.restart_at = None
+                    stage.end("failed")
             self._signal_all(signal.SIGTERM)
 
     def _signal_all(self, number: int) -> None:

@@ -26,7 +26,8 @@ from ipcsync.errors import PeerDied, SessionClosed
 from . import messages
 from .calls import CallInvalid, resolve
 from .counters import Counters
-from .stage import Input, Output, Stage, run
+from .ports import Input, Output
+from .stage import Stage, run
 
 _GRACE = 3.0  # seconds that a stage has to leave by itself once its supervisor is gone
 
@@ -79,14 +80,16 @@ def _work(
         counters.expected = items
 
     stage = Stage(plan.stage, params=plan.params, device=device, stream=stream, session=session, expected=expected)
+    inputs = []
     for name in plan.inputs:
         reader = session.open_channel(name).reader(
-            policy=plan.policy,
-            start="next" if plan.resume is None else "oldest",
-            on_writer_death="wait" if name in plan.patient else "raise",
+            policy=plan.policy, group=plan.group, on_writer_death="wait" if name in plan.patient else "raise"
         )
-        after = (plan.resume or {}).get(name, 0)
-        stage.inputs[name] = Input(stack.enter_context(reader), counters.inputs[name], stage, resume_after=after)
+        stack.enter_context(reader)
+        inputs.append(Input(reader, counters.inputs[name], stage, resume_after=plan.resume.get(name, 0)))
+        stage.inputs[name] = inputs[-1]
+    if plan.keep_open:
+        stack.push(_abandon)
     for name in plan.outputs:
         writer = session.open_channel(name).writer()
         stack.push(_leave(writer, detach=plan.keep_open))
@@ -105,6 +108,17 @@ def _work(
     go.wait()
     with trace.span("stage", plan.stage):
         run(function, stage)
+        for each in inputs:
+            each.finish()
+
+
+def _abandon(kind: type[BaseException] | None, error: BaseException | None, where: Any) -> None:
+    """A failed stage that is to be started again keeps what it had taken, so that it is given to it once more: to give
+    its readers back in order would give the items back too. The broker frees what a process that is gone held."""
+    if error is not None and not _failure(error, {}).consequence:
+        trace.stop()
+        sys.stdout.flush()
+        os._exit(1)
 
 
 def _leave(writer: Any, *, detach: bool) -> Callable[..., None]:
