@@ -63,12 +63,14 @@ def serve(
             announce=runtime.announce_endpoint(where),
         )
         lost = takeover.reopen(opened, state, resources) if opened.taken_over else None
-        server = Server(where, state, resources, opened.journal)
+        server = Server(where, lock, state, resources, opened.journal)
         if lost is not None:
             server.feed(Recover(lost))
         with page(http, where):
             server.serve(ready)
         opened.journal.close()
+        if server.failed:
+            raise errors.RuntimeDirectory(f"the broker left: {server.failed} in {where}", path=str(where))
         if not state.sessions:  # else they go on, and the next broker takes the page over
             takeover.sweep(where)
             (where / LOG).unlink(missing_ok=True)

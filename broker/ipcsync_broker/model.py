@@ -163,11 +163,16 @@ class Recover:
 
 
 @dataclass
+class LedgerLost:
+    """The ledger's file is no longer under its name: nobody new can reach it."""
+
+
+@dataclass
 class Stop:
     """SIGTERM."""
 
 
-Input = Received | Done | Dying | Gone | Tick | Recover | Stop
+Input = Received | Done | Dying | Gone | Tick | Recover | LedgerLost | Stop
 
 
 # -- outputs, carried out in their order

@@ -128,6 +128,12 @@ def _agree(state: State, thing: Thing) -> None:
         pens.condemn_things(state, [thing], Cell.FAILED, pen)
 
 
+def lose_everything(state: State) -> None:
+    """The ledger cannot be served any more: whoever waits on it is told, and the broker leaves."""
+    pens.condemn_things(state, list(state.things.values()), Cell.RESOURCE_LOST, None)
+    state.stop()
+
+
 def overdue(state: State, session: Session) -> bool:
     """A session that has not come back in time, and was closed while no broker was there to be told."""
     return session.away and state.now - state.started > BACK_WITHIN and state.facts.closed(session.block)

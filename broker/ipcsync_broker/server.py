@@ -35,6 +35,7 @@ from .model import (
     Gone,
     Input,
     Leave,
+    LedgerLost,
     Next,
     Output,
     Persist,
@@ -54,10 +55,13 @@ IPC_FILTER_UID = 59  # ZMQ_IPC_FILTER_UID: libzmq asks SO_PEERCRED and refuses o
 
 
 class Server:
-    """Serves until SIGTERM, SIGINT or ``Leave``. `resources` and `state` belong to `directory`."""
+    """Serves until SIGTERM, SIGINT or ``Leave``. `lock` is held, `resources` and `state` belong to `directory`."""
 
-    def __init__(self, directory: Path, state: State, resources: Resources, journal: Journal) -> None:
-        self.directory, self.state, self.resources, self.journal = directory, state, resources, journal
+    def __init__(
+        self, directory: Path, lock: runtime.Lock, state: State, resources: Resources, journal: Journal
+    ) -> None:
+        self.directory, self.lock, self.state, self.resources, self.journal = directory, lock, state, resources, journal
+        self.failed = ""  # why it had to leave
         self.boot = state.boot
         self.leaving = False
         self.watchdog = Watchdog()
@@ -73,6 +77,7 @@ class Server:
         self.context = zmq.Context(io_threads=1)
         self.router = self._bind(zmq.ROUTER, runtime.broker_endpoint(directory), state.uids)
         self.pub = self._bind(zmq.PUB, runtime.announce_endpoint(directory), state.uids)
+        self.ours = self._inodes()
         self.poller.register(int(self.router.getsockopt(zmq.FD)), select.EPOLLIN)
         self.worker = threading.Thread(target=self._work, name="ipcsync-devices", daemon=True)
 
@@ -116,6 +121,7 @@ class Server:
                     words[Header.TICK] = time.monotonic_ns()
                     self._look()
                     if self.state.due(now):
+                        self._check_files()
                         self.feed(Tick())
                     self.watchdog.turn(now)
                 # Sending may have eaten the edge that says that there is something to read: ask before sleeping.
@@ -124,6 +130,29 @@ class Server:
         finally:
             words[Header.STATE] = Header.STOPPING
             self.close()
+
+    def _inodes(self) -> dict[str, int]:
+        found = {}
+        for name in (runtime.LEDGER, runtime.SOCKET, runtime.ANNOUNCE):
+            try:
+                found[name] = os.stat(self.directory / name, follow_symlinks=False).st_ino
+            except OSError:
+                found[name] = 0
+        return found
+
+    def _check_files(self) -> None:
+        """Somebody may remove or replace our files. Without them nobody new can come: we say so and leave."""
+        if self.failed:
+            return
+        if not self.lock.held():  # another broker may write this ledger: not another word from us
+            self.failed = "its lock was removed or replaced"
+            self.leaving = True
+            return
+        now = self._inodes()
+        lost = [name for name, inode in self.ours.items() if now[name] != inode]
+        if lost:
+            self.failed = f"{' and '.join(lost)} was removed or replaced"
+            self.feed(LedgerLost() if runtime.LEDGER in lost else Stop())
 
     def _ask_to_stop(self) -> None:
         self.pending.append(Stop())  # a signal handler: it runs between two bytecodes of the loop itself
@@ -310,7 +339,7 @@ class Server:
             self._unwatch(number)
         self.poller.close()
         os.close(self.bell)
-        for path in (runtime.SOCKET, runtime.ANNOUNCE):
+        for path in (runtime.SOCKET, runtime.ANNOUNCE) if self.lock.held() else ():
             (self.directory / path).unlink(missing_ok=True)
 
 

@@ -92,6 +92,7 @@ def _welcome(state: State, peer: bytes, session: Session, body: wire.Hello, *, r
     state.peers[peer] = session.number
     state.peer_of[session.number] = peer
     state.heard[session.number] = state.now
+    state.served = True
     return wire.Welcome(
         protocol=min(body.protocol_max, wire.PROTOCOL_MAX),
         session=session.number,

@@ -33,6 +33,7 @@ from .model import (
     Gone,
     Input,
     Leave,
+    LedgerLost,
     Output,
     Persist,
     Quotas,
@@ -119,6 +120,7 @@ class State:
         self.now = self.started = self.turned = now
         self.seq = 0
         self.stopping = False
+        self.served = False  # somebody said hello to this broker
         self.sessions: dict[int, Session] = {}
         self.things: dict[int, Thing] = {}
         self.names: dict[Key, int] = {}
@@ -166,6 +168,8 @@ class State:
                 self._tick()
             case Recover():
                 recovery.recover(self, item.lost)
+            case LedgerLost():
+                recovery.lose_everything(self)
             case Stop():
                 self.stop()
         return self._journal() + self.out
@@ -314,7 +318,7 @@ class State:
             self._next_tick = self.now + 1.0
             self.announce("", "tick")
         lonely = self.linger is not None and not self.sessions
-        if lonely and (self.last_session or self.now - self.started > (self.linger or 0.0)):
+        if lonely and (self.served or self.now - self.started > (self.linger or 0.0)):
             self.stop()
 
     def stop(self) -> None:

@@ -342,3 +342,25 @@ def test_a_lock_file_that_was_replaced_is_not_held(runtime: Path) -> None:
     (runtime / "broker.lock").unlink()
     assert not lock.held()
     lock.release()
+
+
+@pytest.mark.parametrize("name", ["ledger", "broker.sock", "broker.lock"])
+@pytest.mark.leaves("*")
+def test_a_file_that_is_removed_is_noticed_and_said(broker: Broker, clients: Clients, name: str) -> None:
+    client = clients.session()
+    event = client.call("create_event", wire.CreateEvent("e", "cpu"))
+    page = Ledger.open(broker.runtime / "ledger")
+    at = page.cell(event.cell)
+    (broker.runtime / name).unlink()
+    assert broker.process.wait(30) == 2
+    assert name.removeprefix("broker.") in broker.log()
+    lost = name == "ledger"
+    assert (page.words[at + Cell.VERDICT] == 1) == lost, "who waits on a page that nobody serves is told"
+    if lost:
+        assert page.words[at + Cell.CAUSE] == Cell.RESOURCE_LOST
+    page.region.close()
+    broker.start()  # ... and the next one serves
+    if not lost:
+        again = clients.session(session=client.welcome.session, held=[{"incarnation": event.incarnation}])
+        assert again.welcome.resumed
+        again.call("bye", wire.Bye())
