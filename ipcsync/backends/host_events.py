@@ -293,8 +293,8 @@ class HostEvent:
 
 def _too_many_files() -> QuotaExceeded:
     return QuotaExceeded(
-        "each interprocess event of the host keeps a file open, and this process has as many as it may: let some go, "
-        "or raise its limit (`ulimit -n`)",
+        "each interprocess event of the host takes two open files, and this process has as many as it may: let some "
+        "go, or raise its limit (`ulimit -n`)",
         resource="open files",
         limit=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     )
