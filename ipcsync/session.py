@@ -24,6 +24,7 @@ from .host_waits import BUDGET
 from .ledger import LAYOUT, Block, Cell, Ledger
 from .link import Link
 from .shm import Region
+from .stream import resolve
 from .timeline import Timeline, WaitTable, verdict_error
 from .waiting import UNSET, Deadline, Timeout, Unset, wait_word
 
@@ -144,6 +145,7 @@ class Session:
             raise
         self._words = self.ledger.words
         self._at = self.ledger.block(self.block)
+        self._taint, self._lease = self._at + Block.TAINT, self._at + Block.LEASE
         self.waits = WaitTable(self.ledger, self.block)
         _sessions.add(self)
 
@@ -200,7 +202,7 @@ class Session:
         """Raises why nothing can be done here: closed, forked, or taken for dead."""
         if self._refusal is not None and self._closer != threading.get_ident():
             raise type(self._refusal)(self._refusal.message, **self._refusal.fields)
-        if self._words[self._at + Block.LEASE]:
+        if self._words[self._lease]:
             raise errors.StaleHandle(
                 "this process was stopped for longer than its lease and was taken for dead: connect again"
             )
@@ -208,7 +210,7 @@ class Session:
     @property
     def taint(self) -> int:
         """How often device waits of this session were condemned."""
-        return int(self._words[self._at + Block.TAINT])
+        return self._words[self._taint]
 
     def taint_error(self) -> errors.IpcSyncError:
         cell = self._words[self._at + Block.CULPRIT] - 1
@@ -226,8 +228,6 @@ class Session:
         return self.link.call(op, body, reply, deadline)
 
     def stream(self, stream: object, device: Device) -> RawStream:
-        from .stream import resolve
-
         return resolve(stream, device, streams=self.streams)
 
     def admit(

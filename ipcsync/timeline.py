@@ -8,7 +8,6 @@ docs/design/ledger.md: announce (a wait entry, an intent), *then* load what may 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -131,15 +130,18 @@ class Timeline:
         self.session, self.backend, self.cell, self.incarnation, self.name = session, backend, cell, incarnation, name
         self.cuda_event, self.by_event = cuda_event, by_event
         self.region = session.ledger.region
-        self.at = session.ledger.cell(cell)
+        self.at = at = session.ledger.cell(cell)
         self._words = session.ledger.words
-        self._wake_issued = linux.waker(self.region.address + 8 * (self.at + Cell.ISSUED))
+        self._word, self._issued, self._intent = at + Cell.WORD, at + Cell.ISSUED, at + Cell.INTENT
+        self._verdict, self._owned, self._flags = at + Cell.VERDICT, at + Cell.INCARNATION, at + Cell.FLAGS
+        self._wake_issued = linux.waker(session.ledger.address(self._issued))
+        self._wake_both = linux.waker(session.ledger.address(self._word), session.ledger.address(self._issued))
         self._lock = threading.Lock()
         self._last_stream: Any = None
         self._told = session.told
         self._pen = False
         self._polled = backend.device_writes
-        self._passing: deque[Callable[[], bool]] = deque()  # of each wait enqueued: whether its stream has passed it
+        self._passing: dict[Any, Callable[[], bool]] = {}  # by stream: whether it has passed the last wait put on it
 
     # -- reading
 
@@ -168,7 +170,8 @@ class Timeline:
     def check(self, round: int) -> None:
         """Raises if `round` can no longer come true, or if nothing can be waited for in this session."""
         self.session.check()
-        if self._words[self.at + Cell.VERDICT] <= round or self.stale():
+        words = self._words
+        if words[self._verdict] <= round or words[self._owned] != self.incarnation:
             self.refuse(round)
 
     def refuse(self, round: int) -> None:
@@ -206,50 +209,59 @@ class Timeline:
         `deadline` (the session's default) is for the rare record that must wait: on another stream than the last, with
         no place in the wait budget.
         """
+        here = self.backend.is_thread(raw)
         self.session.check()
-        while not (round := self._record(raw)):
+        while not (round := self._record(raw, here)):
             # The host waits for the round before in the stream's stead, and holds no lock meanwhile.
             self.wait_host(self.issued, deadline or self.session.deadline())
-        self._wake_issued()
+        if here:
+            self._wake_both()
+        else:
+            self._wake_issued()
         return round
 
-    def _record(self, raw: RawStream) -> int:
-        """The round; 0 when the stream has first to wait for the round before, and may not."""
-        words, at = self._words, self.at
+    def _record(self, raw: RawStream, here: bool) -> int:
+        """The round; 0 when the stream has first to wait for the round before, and may not. `here`: the stream is this
+        thread, and the round complete at once."""
+        words = self._words
         with self._lock:
             if not self._pen:
                 raise RecorderBusy(
                     f"this session does not hold the pen of {self.name!r}: record() takes it", name=self.name
                 )
-            round: int = words[at + Cell.ISSUED] + 1
-            words[at + Cell.INTENT] = round  # announce ...
+            before: int = words[self._issued]
+            round = before + 1
+            words[self._intent] = round  # announce ...
             if failpoints.ARMED:
                 failpoints.hit("record.intent")
-            if words[at + Cell.VERDICT] <= round or words[at + Cell.INCARNATION] != self.incarnation:  # ... check ...
+            if words[self._verdict] <= round or words[self._owned] != self.incarnation:  # ... check ...
                 self.refuse(round)
             if self.session.taint != self._told:
-                words[at + Cell.INTENT] = round - 1
+                words[self._intent] = before
                 self._told = self.session.told = self.session.taint
                 raise self.session.taint_error()
             key = self.backend.stream_key(raw)
             another = key != self._last_stream and self._last_stream is not None
-            if another and words[at + Cell.WORD] < round - 1 and not self._behind(raw, round - 1):
-                words[at + Cell.INTENT] = round - 1
+            if another and words[self._word] < before and not self._behind(raw, before, here):
+                words[self._intent] = before
                 return 0
-            self.backend.write(raw, self.region, at + Cell.WORD, round, verdict=at + Cell.VERDICT, failed=self._failed)
+            if here:
+                words[self._word] = round if words[self._verdict] > round else FOREVER
+            else:
+                self.backend.write(raw, self.region, self._word, round, verdict=self._verdict, failed=self._failed)
             if failpoints.ARMED:
                 failpoints.hit("record.written")
-            if words[at + Cell.FLAGS] & Cell.MIRROR and self.cuda_event is not None:
+            if words[self._flags] & Cell.MIRROR and self.cuda_event is not None:
                 self.backend.event_record(self.cuda_event, raw)
-                words[at + Cell.CUDA_ROUND] = round
+                words[self.at + Cell.CUDA_ROUND] = round
             self._last_stream = key
-            words[at + Cell.ISSUED] = round  # ... and say so
+            words[self._issued] = round  # ... and say so
             return round
 
-    def _behind(self, raw: RawStream, round: int) -> bool:
+    def _behind(self, raw: RawStream, round: int, here: bool) -> bool:
         """Has the stream wait for our own round, if it may. It is announced as any wait: should another stream's work
         fail before that round, what this one goes on to record is condemned with it."""
-        if self.backend.is_thread(raw) or not self.session.waits.announce(self.cell, round):
+        if here or not self.session.waits.announce(self.cell, round):
             return False
         if self._words[self.at + Cell.VERDICT] <= round:
             self.refuse(round)
@@ -261,20 +273,20 @@ class Timeline:
 
     def _enqueue(self, raw: RawStream, round: int, deadline: Deadline, *, block: bool) -> None:
         """Puts the wait on the stream, within the wait budget."""
-        session, backend, index = self.session, self.backend, self.at + Cell.WORD
+        session, backend, index = self.session, self.backend, self._word
         if session.admit(backend, raw, self.region, index, round, deadline, self.name, block=block):
             if self.by_event:
                 backend.event_wait(self.cuda_event, raw)
             else:
                 backend.wait(raw, self.region, index, round)
-            while self._passing and self._passing[0]():
-                self._passing.popleft()
-            self._passing.append(backend.passed(raw))
+            if len(self._passing) > 64:  # streams come and go
+                self._passing = {stream: passed for stream, passed in self._passing.items() if not passed()}
+            self._passing[backend.stream_key(raw)] = backend.passed(raw)
 
     def quiet(self) -> bool:
         """Whether this process's streams have passed every wait for this event: only then may its cell become
         another's."""
-        return self.session.waits.reached(self.cell) and all(passed() for passed in self._passing)
+        return self.session.waits.reached(self.cell) and all(passed() for passed in list(self._passing.values()))
 
     def _failed(self, error: BaseException) -> None:
         """The stream's work before this record raised: the round will never be true."""
@@ -292,14 +304,13 @@ class Timeline:
 
     def wait_issued(self, round: int, deadline: Deadline, *, block: bool = True) -> None:
         """The host step: returns once `round` was submitted."""
-        words, at = self._words, self.at
-        if words[at + Cell.ISSUED] < round:
+        if self._words[self._issued] < round:
             if not block:
                 self.check(round)
                 raise WouldBlock(f"round {round} of {self.name!r} is not issued yet (issued: {self.issued})")
             wait_word(
                 self.region,
-                at + Cell.ISSUED,
+                self._issued,
                 round,
                 deadline,
                 check=lambda: self.between_slices(round),
@@ -309,13 +320,12 @@ class Timeline:
 
     def wait_host(self, round: int, deadline: Deadline) -> None:
         """The host waits for the completion of `round`: a commit point, what it lets pass is true."""
-        words, at = self._words, self.at
         if round == 0:
             return
-        if words[at + Cell.WORD] < round:
+        if self._words[self._word] < round:
             wait_word(
                 self.region,
-                at + Cell.WORD,
+                self._word,
                 round,
                 deadline,
                 check=lambda: self.between_slices(round),
@@ -328,15 +338,14 @@ class Timeline:
     def wait(self, raw: RawStream, round: int, deadline: Deadline, *, block: bool = True) -> None:
         """Makes the stream wait for `round`; the host waits only until it is issued. On the host's own thread the
         stream is the caller, so this is :meth:`wait_host`."""
-        words, at = self._words, self.at
         if self.backend.is_thread(raw):
-            if not block and words[at + Cell.WORD] < round:
+            if not block and self._words[self._word] < round:
                 self.check(round)
                 raise WouldBlock(f"round {round} of {self.name!r} is not complete yet (completed: {self.completed})")
             self.wait_host(round, deadline)
             return
         self.wait_issued(round, deadline, block=block)
-        if words[at + Cell.WORD] >= round:
+        if self._words[self._word] >= round:
             self.check(round)
             return
         if not self.session.waits.announce(self.cell, round):
@@ -358,7 +367,7 @@ class Timeline:
     def query(self, round: int | None) -> bool:
         """Whether `round` (or the latest issued) is complete and true; False when nothing was issued."""
         round = self.resolve(round)
-        done = self._words[self.at + Cell.WORD] >= round
+        done = self._words[self._word] >= round
         self.check(round)
         return bool(done)
 

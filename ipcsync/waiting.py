@@ -1,6 +1,6 @@
 """How a host waits: a deadline, and sleeping until a word of shared memory has reached a value.
 
-First a short spin: a peer that answers within microseconds is met without two trips through the scheduler. Then a word
+First a short spin that yields the core: a peer that answers within microseconds is met without a sleep. Then a word
 that a host writes is slept on by its futex: the writer always wakes. A GPU cannot wake a futex, so a word that a device
 writes is polled, in naps of 50 us growing to 1 ms (5 % of a core at worst). Either way a sleep is a slice of at most
 50 ms, and between slices `check` runs: it raises whatever ends the wait early (a verdict, a closed session), and is
@@ -35,7 +35,8 @@ UNSET = Unset.UNSET
 Timeout = float | None | Unset  # seconds
 
 SLICE = 0.05
-_SPINS = 200 if len(os.sched_getaffinity(0)) > 1 else 1  # some 8 us; alone on a core they only keep the peer waiting
+# A peer answers within microseconds. It may want this very core, where the kernel likes to put who was just woken.
+_LOOKS, _YIELDS = range(3), range(16)
 
 
 class Words(Protocol):
@@ -76,9 +77,11 @@ def wait_word(
     called only for one that a first sleep did not end: a hand-off costs nothing.
     """
     words = region.words
-    for _ in range(_SPINS):
-        if words[index] >= target:
-            return
+    for _ in _YIELDS:
+        for _ in _LOOKS:
+            if words[index] >= target:
+                return
+        os.sched_yield()
     address = region.address + 8 * index
     nap = 50e-6
     told = waiting() if waiting is not None and trace.ACTIVE is not None else None
