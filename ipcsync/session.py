@@ -368,9 +368,9 @@ class Session:
         return Region.open(self.runtime / file, writable=writable)
 
     def memory_name(self) -> str:
-        """A new name for a file of session-owned memory."""
+        """A new name for a file of session-owned memory, in this session's runtime directory."""
         self._memories += 1
-        return f"smem-{self.number}-{self._memories}"
+        return str(self.runtime / f"smem-{self.number}-{self._memories}")
 
     def adopt(self, thing: Any) -> None:
         """`thing` is ended with the session: it has ``_shutdown(deadline)`` and ``_held()``."""

@@ -295,7 +295,9 @@ class SharedArray:
             found = self._arrays.get(writable)
             if found is None:
                 memory = [
-                    self.backend.open_memory(self.index, m.handle, m.nbytes, writable=writable)
+                    self.backend.open_memory(
+                        self.index, self.backend.located(m.handle, self.session.runtime), m.nbytes, writable=writable
+                    )
                     for m in self.info.memory
                 ]
                 self._memory += memory

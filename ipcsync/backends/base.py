@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from ..shm import Region
@@ -178,7 +179,13 @@ class Backend(ABC):
 
     @abstractmethod
     def allocate(self, device: int, nbytes: int, name: str) -> Memory:
-        """Zeroed memory that others can open; `name` is the file's on the host. ``OutOfSpace`` when there is none."""
+        """Zeroed memory that others can open; ``OutOfSpace`` when there is none. `name` is the file's on the host: in
+        the process's runtime directory, or an absolute path."""
+
+    def located(self, handle: bytes, directory: Path) -> bytes:
+        """The handle as `open_memory` takes it, for memory that belongs to this runtime directory: a host's handle is
+        a file's name, and a process may have sessions in several directories."""
+        return handle
 
     @abstractmethod
     def open_memory(self, device: int, handle: bytes, nbytes: int, *, writable: bool) -> Memory:

@@ -192,14 +192,17 @@ class HostBackend(Backend):
     def allocate(self, device: int, nbytes: int, name: str) -> Memory:
         path = runtime.default_directory() / name
         region = Region.create(path, max(1, nbytes))
-        return Memory(0, region.address, nbytes, name.encode(), keep=region)
+        return Memory(0, region.address, nbytes, os.fsencode(path.name), keep=region)
+
+    def located(self, handle: bytes, directory: Path) -> bytes:
+        return os.fsencode(directory / os.fsdecode(handle))
 
     def open_memory(self, device: int, handle: bytes, nbytes: int, *, writable: bool) -> Memory:
         key = (handle, writable)
         with self._lock:
             memory, count = self._opened.get(key, (None, 0))
             if memory is None:
-                path = runtime.default_directory() / handle.decode()
+                path = runtime.default_directory() / os.fsdecode(handle)
                 region = Region.open(path, writable=writable)
                 memory = Memory(0, region.address, nbytes, handle, writable, region)
             self._opened[key] = (memory, count + 1)
