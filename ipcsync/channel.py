@@ -88,14 +88,14 @@ class Views:
     """The arrays over a ring's memory, made once a buffer: a turn makes none unless its item is smaller."""
 
     def __init__(self, backend: Backend, memory: Memory, spec: ChannelSpec) -> None:
-        self._backend, self._memory, self._spec = backend, memory, spec
+        self._backend, self.memory, self._spec = backend, memory, spec
         self._made: list[dict[str, Any] | None] = [None] * spec.depth
 
     def __getitem__(self, buffer: int) -> dict[str, Any]:
         made = self._made[buffer]
         if made is None:
             made = self._made[buffer] = {
-                f.name: self._backend.array(self._memory, buffer * self._spec.stride + f.offset, f.shape, f.dtype)
+                f.name: self._backend.array(self.memory, buffer * self._spec.stride + f.offset, f.shape, f.dtype)
                 for f in self._spec.fields
             }
         return made
@@ -149,6 +149,7 @@ class Channel:
         group: str | None = None,
         on_writer_death: Literal["raise", "wait"] = "raise",
         *,
+        pin: bool = False,
         timeout: Timeout = UNSET,
     ) -> Reader:
         """Attaches a reader: no item from its start on is overwritten before it is done with it.
@@ -159,6 +160,9 @@ class Channel:
 
         Readers with one `group` name share the items, each going to whichever member is free; what a dead member held
         is given to another, or dropped where the channel was made with ``redeliver=False``.
+
+        `pin`: registers a host channel's buffers with CUDA, for asynchronous copies from them to a GPU; the slot is
+        then released on the stream of the copy (``slot.release(stream)``).
         """
         from .channel_reader import Reader
 
@@ -168,11 +172,13 @@ class Channel:
                 raise InvalidArgument(f"{value!r} is none of {known}")
         if on_writer_death not in ("raise", "wait"):
             raise InvalidArgument(f"on_writer_death is 'raise' or 'wait', not {on_writer_death!r}")
+        if pin and self.device.type != "cpu":
+            raise InvalidArgument(f"pin=True is for channels of the host; {self.name!r} is on {self.device}")
         if group is not None and policy != "block":
             raise InvalidArgument("the readers of a group share every item: their policy is 'block'")
         request = JoinReader(self.incarnation, policy, start, group)
         reply = self.session.request("join_reader", request, ReaderReply, self.session.deadline(timeout))
-        reader = Reader(self, reply, policy=policy, group=group, wait=on_writer_death == "wait")
+        reader = Reader(self, reply, policy=policy, group=group, wait=on_writer_death == "wait", pin=pin)
         self._users.add(reader)
         return reader
 
@@ -194,7 +200,8 @@ class Channel:
             if memory is None:
                 info = self.info.memory
                 try:
-                    memory = self.backend.open_memory(self.index, info.handle, info.nbytes, writable=writable)
+                    handle = self.backend.located(info.handle, self.session.runtime)
+                    memory = self.backend.open_memory(self.index, handle, info.nbytes, writable=writable)
                 except FileNotFoundError:
                     raise ResourceLost(
                         f"the memory of {self.name!r} was its creator's, who has left: create the channel anew, with "

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import failpoints, linux, trace
 from .channel import Slot, decode_meta
+from .crossing import Crossing
 from .epochs import Epochs
 from .errors import EndOfStream, IpcSyncError, PeerDied, StaleHandle, WaitTimeout
 from .groups import SharedTurn
@@ -65,7 +66,8 @@ class ReadSlot(Slot):
 
     def release(self, stream: Any = None) -> None:
         """Ends the turn, on `stream` (default: the one it was taken on): once that gets there the buffer may be
-        written again. Idempotent; in any order."""
+        written again. Idempotent; in any order. A host channel's slot may be released on a CUDA stream, behind its copy
+        to the device."""
         if self._arrays is not None:
             self._reader._release(self, stream)
 
@@ -84,7 +86,9 @@ class Reader:
     ``skipped`` counts what a ``latest`` reader missed in all.
     """
 
-    def __init__(self, channel: Channel, reply: ReaderReply, *, policy: str, group: str | None, wait: bool) -> None:
+    def __init__(
+        self, channel: Channel, reply: ReaderReply, *, policy: str, group: str | None, wait: bool, pin: bool
+    ) -> None:
         self.channel, self.session, self.device = channel, channel.session, channel.device
         self.policy, self.group, self.on_writer_death = policy, group, "wait" if wait else "raise"
         self.skipped = 0
@@ -93,6 +97,9 @@ class Reader:
         kind = SharedTurn if group else LatestTurn if policy == "latest" else Turn
         self._turn = kind(self._control, reply.cell, reply.start)
         self._views = channel.views(writable=False)
+        self._crossing = Crossing(self._control.region)
+        if pin:
+            self._crossing.pin(self._views.memory)
         self._held: set[ReadSlot] = set()
         self._lock = threading.Lock()
         self._closed = False
@@ -303,14 +310,16 @@ class Reader:
         b, number = slot._buffer, slot.number
         slot._arrays = None
         self._held.discard(slot)
-        raw = slot._raw if stream is None else self.session.stream(stream, self.device)
-        done = self._turn.done + b
-        if self._backend.is_thread(raw):
+        done, backend, raw = self._turn.done + b, self._backend, slot._raw
+        if stream is not None:
+            crossing = self._crossing.stream(stream) if self.device.type == "cpu" else None
+            backend, raw = crossing or (backend, self.session.stream(stream, self.device))
+        if backend.is_thread(raw):
             self._words[done] = number
         elif self._words[done] >= number:  # what a dead one left in our cell: the word cannot say when we are done
-            self._backend.stream_synchronize(raw)
+            backend.stream_synchronize(raw)
         else:
-            self._backend.write(raw, self._control.region, done, number, failed=lambda _: self._force(done, number))
+            backend.write(raw, self._control.region, done, number, failed=lambda _: self._force(done, number))
         self._turn.release(b, number)
 
     def _force(self, done: int, number: int) -> None:
@@ -350,9 +359,10 @@ class Reader:
                 deadline,
                 check=self.session.check,
                 what=lambda: f"this process's own work on the items it released of {self.channel.name!r}",
-                polled=self._backend.device_writes,
+                polled=self._backend.device_writes or self._crossing.used,
             )
         if self._quiet():
+            self._crossing.close()
             self.channel.left(self)
         request = LeaveReader(self.channel.incarnation, turn.cell)
         self.session.request("leave_reader", request, Empty, deadline)

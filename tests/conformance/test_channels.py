@@ -519,22 +519,21 @@ def test_a_group_shares_the_items(case: Case, session: Session, spawn: Spawn) ->
 
 def test_a_busy_member_gets_less(case: Case, session: Session, spawn: Spawn) -> None:
     channel = session.create_channel("frames", shape=SHAPE, dtype="int32", depth=4, device=case.device)
-    busy, free = spawn(read_in_group, True), spawn(read_in_group, False)
+    busy = spawn(read_in_group, True)
     busy.recv()
     with channel.writer() as writer:
+        with writer.slot() as slot:
+            slot.array[...] = 1
+        assert busy.recv() == 1  # and holds it, until the other has got the rest
+        free = spawn(read_in_group, False)
         free.recv()
-        for _ in range(20):
-            with writer.slot() as slot:
-                slot.array[...] = slot.number
-        first = busy.recv()
         for _ in range(20):
             with writer.slot() as slot:
                 slot.array[...] = slot.number
         busy.send()
     shares = [busy.join(), free.join()]
-    assert sorted(itertools.chain(*shares)) == list(range(1, 41))
-    assert shares[0][0] == first
-    assert len(shares[1]) >= 20
+    assert sorted(itertools.chain(*shares)) == list(range(1, 22))
+    assert len(shares[1]) >= 16, "of twenty, all but what was not taken yet when the busy one went on (depth 4)"
 
 
 @pytest.mark.parametrize("redeliver", [True, False])
