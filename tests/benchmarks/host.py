@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import statistics
@@ -28,7 +27,7 @@ from ..harness import Broker, Runtime
 from .flows import FLOWS, Flow
 from .trips import TRIPS, Trip
 
-SIZES = {"1 KiB": (1024,), "64 KiB": (65536,), "1080p frame, 6.2 MB": (1080, 1920, 3)}
+SIZES = {"1 KiB": ((1024,), 2000), "64 KiB": ((65536,), 1000), "a 1080p frame, 6.2 MB": ((1080, 1920, 3), 60)}
 
 
 def _serve(contestant: Any, commands: Connection) -> None:
@@ -171,10 +170,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
     return {
         "machine": machine(),
         "round_trip": trips(repeats, 100 if quick else 1000),
-        "items": {
-            size: flows(repeats, 5 if quick else max(50, 1_000_000 // math.prod(shape)), shape)
-            for size, shape in SIZES.items()
-        },
+        "items": {size: flows(repeats, 5 if quick else count, shape) for size, (shape, count) in SIZES.items()},
         "import": imports(2 if quick else 15),
     }
 
