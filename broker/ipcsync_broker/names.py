@@ -132,6 +132,7 @@ def description(thing: Thing) -> dict[str, object]:
 
 def _exists(state: State, call: Call, wanted: Thing, existing: Thing, exist_ok: bool) -> Struct:
     if (existing.creator, existing.request) == (call.session.number, call.id) and existing.named:
+        _attach(state, call.session, existing)
         return existing.info()  # asked again: the broker that made it did not live to answer
     if not exist_ok:
         raise errors.NameInUse(

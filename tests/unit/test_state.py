@@ -520,10 +520,27 @@ def test_a_request_sent_again_to_the_next_broker_gets_its_answer(world: World) -
     ]
     first = [world.ask(peer, op, body, id) for peer, op, body, id in requests]
     world.restart()
-    held = [{"incarnation": 1}, {"incarnation": 2}]
+    held = [{"incarnation": 1}]  # nobody knows of the event yet
     for peer, pid, number in ((b"a", 11, 1), (b"b", 12, 2)):
         world.hello(peer, pid, session=number, held=held)
     assert [world.ask(peer, op, body, id) for peer, op, body, id in requests] == first
+    assert 2 in world.state.sessions[1].attached
     assert world.ask(b"a", "create_event", EVENT, 99).code == "name_in_use"
     assert world.ask(b"a", "join_writer", wire.JoinWriter(1), 98).code == "recorder_busy"
+    world.check()
+
+
+def test_a_stream_is_ended_though_its_writer_came_back_without_the_pen(world: World) -> None:
+    """The broker died with the writer's goodbye under way: its return comes first, then the goodbye again."""
+    info = channel(world)
+    world.call(b"a", "join_writer", wire.JoinWriter(1))
+    world.cells[info.event.cell].issued = world.cells[info.event.cell].completed = 3
+    world.restart()
+    world.hello(b"a", 11, session=1, held=[{"incarnation": 1, "pen": False}])
+    world.hello(b"b", 12, session=2, held=[{"incarnation": 1}])
+    assert world.state.things[1].pen == 0
+    assert world.call(b"b", "leave_writer", wire.LeaveWriter(1, "closed")) == wire.Empty()
+    assert not world.ended, "b never wrote it"
+    assert world.call(b"a", "leave_writer", wire.LeaveWriter(1, "closed")) == wire.Empty()
+    assert world.ended == {1}
     world.check()
