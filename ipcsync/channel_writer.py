@@ -300,12 +300,13 @@ class Writer:
             self.session.request("leave_writer", request, Empty, deadline)
 
         if end == "failed":
-            give_back()  # no waiting behind an exception: the broker takes the pen when the last item is complete
+            # No waiting behind an exception: the broker takes the pen when the last item is complete.
+            self.session.link.post("leave_writer", request)
         else:
             try:
                 self._timeline.drop_pen(deadline, give_back)
-            except IpcSyncError:
-                give_back()
+            except IpcSyncError:  # condemned, or not complete in time: the broker takes the pen when it can
+                self.session.link.post("leave_writer", request)
                 raise
         if self._quiet():
             self.channel.left(self)
