@@ -116,7 +116,8 @@ class Channel:
         self.backend, self.index = session.backend(info.event.device)
         self.device = Device(self.backend.device_type, self.index)
         self.control = Control(session.map(info.control))
-        self.backend.register(self.control.region)
+        with self.backend.using(self.index):
+            self.backend.register(self.control.region)
         self._writer: Writer | None = None  # the last one taken here
         self._memory: dict[bool, Memory] = {}
         self._users: set[Writer | Reader] = set()

@@ -62,7 +62,8 @@ class SharedArray:
         self.backend, self.index = session.backend(info.event.device)
         self.device = Device(self.backend.device_type, self.index)
         self.control = Control(session.map(info.control))
-        self.backend.register(self.control.region)
+        with self.backend.using(self.index):
+            self.backend.register(self.control.region)
         self._words, self._ledger = self.control.words, session.ledger.words
         self._timeline = session.open_timeline(info.event)
         self._at = self._timeline.at
