@@ -98,7 +98,7 @@ class Waiting:
         self.over(error)
 
     def over(self, error: BaseException | None) -> None:
-        """The wait has ended, in whatever way; raises a ``WaitTimeout`` with the reason in it instead of the bare one."""
+        """The wait has ended, in whatever way; raises a ``WaitTimeout`` that says why, instead of the bare one."""
         if self._told:
             outcome = CAME if error is None else TIMED_OUT if isinstance(error, WaitTimeout) else ENDED
             self._waits.withdraw(self._place, outcome)

@@ -1,6 +1,5 @@
 """Layer 2, shared events: every rule once, on every backend, in real processes."""
 
-
 from __future__ import annotations
 
 import os
