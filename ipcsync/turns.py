@@ -243,8 +243,8 @@ class LatestTurn(Turn):
             return None  # a newer one is there by now
         words[self.taken + b] = number
         if words[Head.DROPPED] >= number:
+            self.skipped += number + 1 - self.next
             self.undo(b, number + 1)
-            self.skipped += 1
             return None
         self.skipped += number - self.next
         self._announce(b, number)

@@ -3,6 +3,7 @@ checked against what a channel promises. A run in which too little happened fail
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -21,6 +22,7 @@ from ..harness import Child, Peer
 
 Spawn = Callable[..., Child]
 SECONDS = float(os.environ.get("IPCSYNC_STORM_SECONDS", "6"))
+DEPTH = 8
 SEEDS = [int(seed) for seed in os.environ.get("IPCSYNC_STORM_SEEDS", "1,2").split(",")]
 
 
@@ -53,6 +55,7 @@ def read(peer: Peer, seed: int, kind: str) -> None:
     session = ipcsync.connect(name=kind)
     stream = ipcsync.Stream("cpu") if seed % 3 == 0 and kind != "group" else None
     with session.open_channel("storm").reader(on_writer_death="wait", **options) as reader:
+        peer.send("joined")
         held: list[Any] = []
         while True:
             try:
@@ -82,7 +85,8 @@ class Log:
             while connection.poll(0):
                 kind, value, text = connection.recv()
                 assert kind == "value", f"a reader ended: {value!r}\n{text}"
-                self.seen.append(value)
+                if value != "joined":
+                    self.seen.append(value)
         except (EOFError, ConnectionResetError):
             pass  # killed
 
@@ -102,7 +106,7 @@ class Log:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_storm(session: Session, spawn: Spawn, seed: int) -> None:
     rng = random.Random(seed)
-    session.create_channel("storm", shape=(64, 64), dtype="int64", depth=8, device="cpu")
+    session.create_channel("storm", shape=(64, 64), dtype="int64", depth=DEPTH, device="cpu")
     count = 0
 
     def start(kind: str) -> Log:
@@ -110,13 +114,15 @@ def test_storm(session: Session, spawn: Spawn, seed: int) -> None:
         count += 1
         return Log(spawn(read, 1000 * seed + count, kind), kind)
 
+    steady = start("group")  # while it lives, its group loses nothing
+    assert steady.child.recv() == "joined"
     alive = [start(kind) for kind in ("block", "latest", "group", "group")]
     done: list[Log] = []
     writer, writers = spawn(write, seed), 1
     until = time.monotonic() + SECONDS
     next_death = time.monotonic() + 1.0
     while time.monotonic() < until:
-        for log in alive:
+        for log in (steady, *alive):
             log.drain()
         time.sleep(0.005)
         if time.monotonic() > next_death:
@@ -133,6 +139,7 @@ def test_storm(session: Session, spawn: Spawn, seed: int) -> None:
                 alive.append(start(victim.kind))
     writer.kill(signal.SIGKILL)
     time.sleep(0.1)
+    alive.append(steady)
     for log in alive:
         log.drain()
         log.child.kill()
@@ -140,9 +147,11 @@ def test_storm(session: Session, spawn: Spawn, seed: int) -> None:
     logs = done + alive
     for log in logs:
         log.check()
-    shared = [(epoch, number) for log in logs if log.kind == "group" for epoch, number, _ in log.seen]
+    shared = sorted((epoch, number) for log in logs if log.kind == "group" for epoch, number, _ in log.seen)
+    for (epoch, number), (next_epoch, next_number) in itertools.pairwise(shared[: -2 * DEPTH]):
+        assert epoch != next_epoch or next_number <= number + 1, f"the group never saw {number + 1} of epoch {epoch}"
     repeated = len(shared) - len(set(shared))
-    deaths_in_group = sum(log.kind == "group" for log in done) + 2
+    deaths_in_group = sum(log.kind == "group" for log in done) + 3
     # A member that is killed between its message and its release has its items given again: at most those it held.
     assert repeated <= 3 * deaths_in_group, "a group's items were repeated"
     assert len(logs) > 4, "nobody died"

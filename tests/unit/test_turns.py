@@ -399,3 +399,21 @@ def test_an_arrays_reader_cells_go_on_counting_over_their_owners() -> None:
         assert [ctl.words[at + w] for w in (ring.Reader.BEGUN, ring.Reader.RELEASED, ring.Reader.DONE)] == [5, 5, 5]
     finally:
         path.unlink(missing_ok=True)
+
+
+def test_what_was_dropped_under_its_hands_counts_with_what_it_passed_over(
+    control: tuple[ring.Control, Ledger],
+) -> None:
+    ctl, ledger = control
+    choice = Choice(ctl)
+    turn = LatestTurn(ctl, 0, ring.join(ctl, ledger, 0, block=0, policy="latest"))
+    for _ in range(4):
+        write(ctl, ledger, choice)
+    ctl.words[ring.Head.DROPPED] = 4  # the writer was faster, between the look and the take
+    assert turn.ready(4, FOREVER)
+    assert turn.take(4, FOREVER) is None
+    assert (turn.next, turn.skipped) == (5, 4)
+    write(ctl, ledger, choice)
+    taken = turn.take(5, FOREVER)
+    assert taken is not None
+    assert (taken[0], turn.skipped) == (5, 4)
