@@ -36,8 +36,7 @@ def grant(state: State, session: Session, thing: Thing) -> None:
         raise errors.StaleHandle(f"{thing.name!r} was condemned: create or open the name anew", name=thing.name)
     if thing.pen not in (0, session.number):
         raise busy(state, thing)
-    thing.pen = thing.recorder = session.number
-    thing.leaving = False
+    thing.pen, thing.recorded, thing.leaving = session.number, True, False
     state.letting_go.discard(thing.incarnation)
     state.mark(thing)
     state.do(SetPen(thing.cell, session.block))
@@ -152,7 +151,7 @@ def condemn_all(state: State, session: Session, cause: int) -> None:
     its first round would wait for nobody)."""
     mine = [state.things[i] for i in session.attached if state.things[i].pen == session.number]
     made = [t for i in state.created_by.get(session.number, ()) if (t := state.things.get(i)) is not None]
-    orphans = [t for t in made if not t.recorder and t.lifetime == "session"]
+    orphans = [t for t in made if not t.recorded and t.lifetime == "session"]
     condemn_things(state, mine + orphans, cause, session)
 
 

@@ -7,7 +7,7 @@ in the broker's stead. So the ledger's verdicts count, and the journal says whos
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ipcsync.ledger import FOREVER, Cell
 
@@ -137,17 +137,3 @@ def lose_everything(state: State) -> None:
 def overdue(state: State, session: Session) -> bool:
     """A session that has not come back in time, and was closed while no broker was there to be told."""
     return session.away and state.now - state.started > BACK_WITHIN and state.facts.closed(session.block)
-
-
-def reconcile(state: State, session: Session, held: list[dict[str, Any]]) -> None:
-    """The session is back and says what it has open: what it let go while we were away is let go here too."""
-    have = {entry["incarnation"]: entry for entry in held if isinstance(entry.get("incarnation"), int)}
-    for incarnation in list(session.attached):
-        thing, entry = state.things[incarnation], have.get(incarnation)
-        if thing.pen == session.number and (entry is None or entry.get("pen") is False):
-            thing.leaving = True
-            state.letting_go.add(incarnation)
-            state.mark(thing)
-            pens.let_go(state, thing)
-        if entry is None and thing.pen != session.number:
-            names.release(state, session, thing)

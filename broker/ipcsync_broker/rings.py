@@ -57,8 +57,7 @@ def _begin_epoch(state: State, call: Call, thing: Thing) -> None:
     state.by_cell[thing.cell] = thing.incarnation
     thing.epoch += 1
     thing.condemned = False
-    thing.pen = thing.recorder = call.session.number
-    thing.leaving = False
+    thing.pen, thing.recorded, thing.leaving = call.session.number, True, False
     thing.writer_request = call.id
     state.mark(thing)
     state.do(OpenCell(thing.cell, thing.incarnation, base, thing.name))
@@ -74,22 +73,17 @@ def _begin_epoch(state: State, call: Call, thing: Thing) -> None:
 
 
 def leave_writer(state: State, call: Call, body: wire.LeaveWriter) -> wire.Empty:
-    """The pen comes back when the last item is complete: until then a death still condemns what is not.
-
-    A stream is ended by whoever wrote it last, be the pen gone meanwhile: after a broker's death the session's return
-    (which says that it writes no longer) may come before the request that says how it ended.
-    """
+    """The pen comes back when the last item is complete: until then a death still condemns what is not."""
     thing = _channel(state, call.session, body.incarnation)
-    mine = call.session.number
-    if body.end and not thing.condemned and not thing.stream_ended and (thing.pen or thing.recorder) == mine:
+    if thing.pen != call.session.number:
+        return wire.Empty()
+    if body.end and not thing.condemned:
         thing.stream_ended = body.end
-        state.mark(thing)
         state.do(EndStream(thing, call.session, body.end))
-    if thing.pen == mine:
-        thing.leaving = True
-        state.letting_go.add(thing.incarnation)
-        state.mark(thing)
-        pens.let_go(state, thing)
+    thing.leaving = True
+    state.letting_go.add(thing.incarnation)
+    state.mark(thing)
+    pens.let_go(state, thing)
     return wire.Empty()
 
 

@@ -21,10 +21,13 @@ def hello(state: State, peer: bytes, body: wire.Hello) -> wire.Welcome:
     known = state.sessions.get(body.session)
     same = known is not None and known.pid == body.pid and known.start == body.start
     if same and known is not None and known.state == "live":
+        # What it says it holds is not held against it: an answer may be on its way to the thread that asked, and a
+        # thing taken from who has it is worse than one kept for who has let it go. Its requests are sent again.
         if known.away:
             known.away = False
-            state.mark(known)
-            recovery.reconcile(state, known, body.held)
+            state.announce(
+                known.namespace, "session", session=known.number, name=known.name, pid=known.pid, state="back"
+            )
         return _welcome(state, peer, known, body, resumed=True)
     if peer in state.peers:
         raise errors.InvalidState("this connection said hello before")

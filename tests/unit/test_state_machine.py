@@ -168,9 +168,7 @@ class Broker(RuleBasedStateMachine):
             _, pid, number = self.peers[actor]
             self.births += 1
             peer = f"n{self.births}".encode()
-            session = self.world.state.sessions.get(number)
-            held = [{"incarnation": i} for i in session.attached] if session is not None else []
-            found = self.hello_as(peer, pid, session=number, held=held)
+            found = self.hello_as(peer, pid, session=number)
             if isinstance(found, wire.Welcome):
                 self.peers[actor] = peer, pid, found.session
 
