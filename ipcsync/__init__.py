@@ -26,7 +26,7 @@ _HOME = {
     "Channel": "channel",
     "Reader": "channel_reader",
     "Writer": "channel_writer",
-    "Slot": "channel",
+    "Slot": "slot",
     "SharedArray": "shared_array",
 }
 

@@ -7,15 +7,13 @@ it, exactly as for any shared event.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-import msgspec
-
 from .backends import select
-from .backends.base import Backend, Memory, RawStream
+from .backends.base import Backend, Memory
 from .device import Device, as_device
-from .errors import InvalidArgument, InvalidState, IpcSyncError, MetaTooLarge, ResourceLost, SessionClosed
+from .errors import InvalidArgument, InvalidState, IpcSyncError, ResourceLost, SessionClosed
 from .fields import Field, fields_of, layout
 from .ring import Control
 from .waiting import UNSET, Deadline, Timeout
@@ -39,49 +37,6 @@ if TYPE_CHECKING:
 
 #: memory="session": others may read it for as long as this process lives, whatever was closed here.
 _kept: list[Memory] = []
-_encode = msgspec.msgpack.Encoder().encode
-
-
-class Slot:
-    """One turn with shared memory. ``slot.array`` is its one field, ``slot["ids"]`` a field by its name.
-
-    The arrays are numpy's or CuPy's, over the memory itself; they must not be used once the turn has ended.
-    """
-
-    __slots__ = ("_arrays", "_raw")
-
-    def __init__(self, raw: RawStream) -> None:
-        self._arrays: dict[str, Any] | None = None  # None when it is not our turn
-        self._raw = raw
-
-    def _mine(self) -> dict[str, Any]:
-        if self._arrays is None:
-            raise InvalidState("the turn is not now: use the arrays inside the block, and before release()")
-        return self._arrays
-
-    @property
-    def array(self) -> Any:
-        """The slot's one field (numpy on the host, CuPy on a GPU)."""
-        arrays = self._mine()
-        if len(arrays) != 1:
-            raise InvalidState(f"there are fields {', '.join(arrays)}: use slot[name]")
-        return next(iter(arrays.values()))
-
-    def __getitem__(self, name: str) -> Any:
-        return self._mine()[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._mine()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._mine())
-
-    def __len__(self) -> int:
-        return len(self._mine())
-
-    def keys(self) -> list[str]:
-        """The names of its fields."""
-        return list(self._mine())
 
 
 class Views:
@@ -323,29 +278,3 @@ def open_channel(session: Session, name: str, timeout: Timeout = UNSET) -> Chann
     session.check()
     info = session.request("open_channel", Open("channel", name), ChannelInfo, session.deadline(timeout))
     return Channel(session, info)
-
-
-def encode_meta(meta: dict[str, Any], room: int, name: str) -> bytes:
-    """`meta` as msgpack, empty for an empty map; ``MetaTooLarge`` when it needs more than `room` bytes."""
-    if not meta:
-        return b""
-    if not isinstance(meta, dict):
-        raise InvalidArgument(f"meta is a dict, not {type(meta).__name__}")
-    try:
-        raw = _encode(meta)
-    except (TypeError, OverflowError, ValueError) as error:
-        raise InvalidArgument(f"meta holds what msgpack cannot say ({error}): use plain values") from None
-    if len(raw) > room:
-        raise MetaTooLarge(
-            f"meta of {len(raw)} bytes in {name!r}, which has room for {room}: create the channel with a larger "
-            "meta_bytes=, or give large data a field",
-            size=len(raw),
-            limit=room,
-        )
-    return raw
-
-
-def decode_meta(raw: bytes) -> dict[str, Any]:
-    """The map a writer stored."""
-    found: dict[str, Any] = msgspec.msgpack.decode(raw)
-    return found

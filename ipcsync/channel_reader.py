@@ -7,11 +7,10 @@ condemned meanwhile. What was never confirmed is looked at again at the next tur
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
 
 from . import failpoints, linux, trace
-from .channel import Slot, decode_meta
 from .crossing import Crossing
 from .epochs import Epochs
 from .errors import EndOfStream, IpcSyncError, PeerDied, StaleHandle, WaitTimeout
@@ -20,6 +19,7 @@ from .host_waits import ISSUED
 from .ledger import FOREVER, Cell
 from .ring import Buffer, Head
 from .ring import Reader as Words
+from .slot import ReadSlot
 from .turns import LatestTurn, Turn
 from .waiting import UNSET, Deadline, Timeout, wait_word
 from .wire import Empty, LeaveReader, ReaderReply
@@ -27,57 +27,6 @@ from .wire import Empty, LeaveReader, ReaderReply
 if TYPE_CHECKING:
     from .backends.base import RawStream
     from .channel import Channel
-
-
-class ReadSlot(Slot):
-    """An item and the buffer it lies in, ours until the turn ends. Host arrays are read-only.
-
-    ``number`` (1, 2, 3, ... in the writer's order), ``epoch`` (which writer), ``published`` (when, on the clock of
-    ``time.monotonic_ns``), ``skipped`` (items that a ``latest`` reader missed before this one), ``meta`` (the map).
-    """
-
-    __slots__ = ("_buffer", "_meta", "_raw_meta", "_reader", "_timeline", "epoch", "number", "published", "skipped")
-
-    def __init__(self, reader: Reader, raw: RawStream, number: int, epoch: int, skipped: int) -> None:
-        super().__init__(raw)
-        self._reader, self._buffer, self.epoch = reader, -1, epoch
-        self._timeline = reader._epochs.timeline
-        self.number = number
-        self.published = 0  # when the writer published it: time.monotonic_ns(), the same clock in every process
-        self.skipped = skipped
-        self._meta: dict[str, Any] | None = None
-        self._raw_meta = b""
-
-    @property
-    def meta(self) -> dict[str, Any]:
-        """What the writer said of the item; stays readable after the turn."""
-        if self._meta is None:
-            self._meta = decode_meta(self._raw_meta) if self._raw_meta else {}
-        return self._meta
-
-    def confirm(self, timeout: Timeout = UNSET) -> None:
-        """The host waits until the item is complete; ``PeerDied`` if it will never be. A commit point: what was read of
-        it after this, and computed behind this, comes from finished work."""
-        try:
-            self._timeline.wait_host(self.number, self._reader.session.deadline(timeout))
-        except PeerDied:
-            self._reader._told(self)
-            raise
-
-    def release(self, stream: Any = None) -> None:
-        """Ends the turn, on `stream` (default: the one it was taken on): once that gets there the buffer may be
-        written again. Idempotent; in any order. A host channel's slot may be released on a CUDA stream, behind its copy
-        to the device."""
-        if self._arrays is not None:
-            self._reader._release(self, stream)
-
-    def __enter__(self) -> ReadSlot:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.release()
-        if kind is None:
-            self._reader._settle()
 
 
 class Reader:
@@ -168,6 +117,41 @@ class Reader:
             self._settle()
 
     __iter__ = slots
+
+    def slots_async(self, stream: Any = None, timeout: Timeout = UNSET) -> AsyncIterator[ReadSlot]:
+        """``async for slot in reader.slots_async():`` like `slots`, but an event loop does not stand still meanwhile.
+        Cancelling it takes no item and leaves nothing behind."""
+        from .many import slots
+
+        return slots(self, stream, timeout)
+
+    def ready(self) -> bool:
+        """Whether `get` would find an item, or raise what ended the stream, without waiting for a writer."""
+        epochs, turn = self._epochs, self._turn
+        number, bad = turn.next, epochs.bad
+        if self._closed or self._over is not None or bad <= self._unconfirmed or turn.ready(epochs.issued, bad):
+            return True
+        if number >= bad:
+            return self.on_writer_death == "raise" or epochs.over or epochs.ended(number)
+        if epochs.ended(number):
+            return not turn.peers_hold()
+        return epochs.over
+
+    def arrived(self, *, complete: bool) -> bool:
+        """`ready`, and with `complete` that the item is complete as well. Looks for the writer's death."""
+        epochs, bad = self._epochs, self._epochs.bad
+        number = min(epochs.issued, bad - 1) if self.policy == "latest" else self._turn.next
+        if not self.ready():
+            try:
+                if number < bad:
+                    epochs.timeline.between_slices(number)
+                self.session.check()
+            except IpcSyncError:
+                return True  # for get() to raise
+            return False
+        if not complete or number > epochs.issued or self._turn.ready(0, bad):
+            return True
+        return epochs.timeline.completed >= number or bad <= number
 
     def _await(self, deadline: Deadline) -> None:
         """Returns once the next item was issued and may be taken."""

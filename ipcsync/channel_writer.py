@@ -13,12 +13,11 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import failpoints, linux, trace
-from .channel import Slot, encode_meta
-from .errors import InvalidArgument, InvalidState, IpcSyncError, WaitTimeout
-from .fields import shape_of
+from .errors import InvalidState, IpcSyncError, WaitTimeout
 from .host_waits import SPACE
 from .ledger import Cell
 from .ring import Buffer, Head
+from .slot import WriteSlot, encode_meta
 from .turns import Choice, publish
 from .waiting import UNSET, Deadline, Timeout, wait_word
 from .wire import Empty, LeaveWriter, WriterReply
@@ -26,67 +25,6 @@ from .wire import Empty, LeaveWriter, WriterReply
 if TYPE_CHECKING:
     from .backends.base import RawStream
     from .channel import Channel
-
-
-class WriteSlot(Slot):
-    """A free buffer to fill: ``with writer.slot(stream) as slot: slot.array[...] = image``. What it held is undefined.
-
-    ``meta`` is a dict that goes with the item: set it until the block ends. ``number`` is the item's, final once the
-    block has ended; None after ``discard()``.
-    """
-
-    __slots__ = ("_buffer", "_extents", "_writer", "epoch", "meta", "number")
-
-    def __init__(self, writer: Writer, raw: RawStream, meta: Mapping[str, Any] | None, timeout: Timeout) -> None:
-        super().__init__(raw)
-        self._writer, self._buffer = writer, -1
-        self.epoch = writer.epoch
-        self._extents: dict[str, tuple[int, ...]] | Timeout = timeout  # the timeout, until the turn begins
-        self.meta: dict[str, Any] = {} if meta is None else dict(meta)
-        self.number: int | None = None
-
-    def resize(self, *what: Any) -> None:
-        """``resize(name, shape)``, or ``resize(shape)`` of the one field: this item's extent, at most the field's.
-
-        An axis may be 0. ``slot.array`` and ``slot[name]`` are the smaller arrays from here on, here and at readers.
-        """
-        arrays = self._mine()
-        if len(what) == 1 and len(arrays) == 1:
-            what = (next(iter(arrays)), what[0])
-        if len(what) != 2 or what[0] not in arrays:
-            raise InvalidArgument(f"resize takes a field's name ({', '.join(arrays)}) and a shape")
-        name, shape = what[0], shape_of(what[1])
-        greatest = self._writer.channel.fields[name].shape
-        if len(shape) != len(greatest) or any(n > most for n, most in zip(shape, greatest, strict=True)):
-            raise InvalidArgument(f"{name!r} cannot be {shape}: the channel has room for {greatest}")
-        assert isinstance(self._extents, dict)
-        self._extents[name] = shape
-        whole = self._writer._views[self._buffer][name]
-        self._arrays = {**arrays, name: whole[tuple(slice(n) for n in shape)]}
-
-    def discard(self) -> None:
-        """Publishes nothing: the slot's turn is over now."""
-        self._mine()
-        self._writer._put_back(self)
-
-    def confirm(self, timeout: Timeout = UNSET) -> None:
-        """After the block: the host waits until the item is complete; ``PeerDied`` if what it hangs on was not."""
-        if self.number is None or self._arrays is not None:
-            raise InvalidState("nothing was published yet: confirm() after the slot's block")
-        writer = self._writer
-        writer._timeline.wait_host(self.number, writer.session.deadline(timeout))
-
-    def __enter__(self) -> WriteSlot:
-        self._writer._begin(self)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._arrays is None:
-            return  # discarded
-        if kind is not None:
-            self._writer._put_back(self)
-        else:
-            self._writer._publish(self)
 
 
 class Writer:

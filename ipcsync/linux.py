@@ -11,7 +11,8 @@ import errno
 import os
 import platform
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 
@@ -21,6 +22,8 @@ _SYS_FUTEX, _SYS_MEMBARRIER = 202, 324  # x86-64
 _FUTEX_WAIT, _FUTEX_WAKE, _FUTEX_WAKE_OP = 0, 1, 5  # shared between processes: without FUTEX_PRIVATE_FLAG
 _OR_0_AND_WAKE = 2 << 28 | 1 << 24 | 0xFFF  # WAKE_OP: `other` |= 0, and wakes it unless it was -1
 _GLOBAL_EXPEDITED, _REGISTER_GLOBAL_EXPEDITED = 2, 4
+_SYS_FUTEX_WAITV, _FUTEX_32 = 449, 2
+_NO_WAITV = (errno.ENOSYS, errno.EPERM, errno.EINVAL)  # an old kernel, a sandbox, too many words
 _ROBUST, _SHARED = 1, 1
 OWNER_DIED = 0x40000000  # set by the kernel in a robust futex's word when its owner's thread is gone
 MUTEX_BYTES = 64  # glibc's pthread_mutex_t is 40 bytes on x86-64; a whole cache line is set aside
@@ -45,6 +48,9 @@ _wake.restype = ctypes.c_long
 _wake.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
 _quick = ctypes.PyDLL(None).syscall
 _quick.restype = None
+_waitv = ctypes.CDLL(None, use_errno=True).syscall
+_waitv.restype = ctypes.c_long
+_waitv.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p, ctypes.c_int]
 _barrier = ctypes.CDLL(None, use_errno=True).syscall
 _barrier.restype = ctypes.c_long
 _barrier.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_uint, ctypes.c_int]
@@ -59,6 +65,28 @@ def futex_wait(address: int, expected: int, seconds: float) -> None:
 def futex_wake(address: int, count: int = 0x7FFFFFFF) -> None:
     """Wakes whoever sleeps on `address`, in any process that maps it."""
     _wake(_SYS_FUTEX, address, _FUTEX_WAKE, count)
+
+
+class _Waitv(ctypes.Structure):
+    _fields_ = [
+        ("value", ctypes.c_uint64),
+        ("address", ctypes.c_uint64),
+        ("flags", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+def futex_wait_any(words: Sequence[tuple[int, int]], seconds: float) -> None:
+    """Sleeps while every (address, expected) of `words` holds, for `seconds` at most; may return early.
+
+    Beyond 128 words, and before Linux 5.16, it is a nap of a millisecond.
+    """
+    table = (_Waitv * len(words))(*(_Waitv(value & 0xFFFFFFFF, at, _FUTEX_32, 0) for at, value in words))
+    until = time.clock_gettime(time.CLOCK_MONOTONIC) + seconds  # this call takes a moment, not a span
+    moment = _Timespec(int(until), int(until % 1 * 1e9))
+    count, clock = len(words), time.CLOCK_MONOTONIC
+    if _waitv(_SYS_FUTEX_WAITV, table, count, 0, ctypes.byref(moment), clock) < 0 and ctypes.get_errno() in _NO_WAITV:
+        time.sleep(min(seconds, 1e-3))
 
 
 def waker(address: int, other: int | None = None) -> Callable[[], object]:

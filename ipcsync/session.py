@@ -14,6 +14,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -29,12 +30,14 @@ from .timeline import Timeline, WaitTable, verdict_error
 from .waiting import UNSET, Deadline, Timeout, Unset, wait_word
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from .backends.base import Backend, RawStream
     from .channel import Channel
+    from .channel_reader import Reader
     from .device import Device
     from .fields import Field
+    from .many import Waiter
     from .shared_array import SharedArray
     from .shared_event import EventRef, SharedEvent
     from .trace import Trace
@@ -432,6 +435,22 @@ class Session:
         from .shared_event import wait_ref
 
         wait_ref(self, ref, stream, timeout)
+
+    # -- waiting for many
+
+    def select(self, readers: Sequence[Reader], timeout: Timeout = UNSET) -> list[Reader]:
+        """Those of the channels' `readers` whose ``get()`` would find an item, or raise what ended their stream: waits
+        until there is one, for one worker of several channels. An empty list when `timeout` seconds have passed."""
+        from .many import select
+
+        return select(self, readers, timeout)
+
+    @cached_property
+    def waiter(self) -> Waiter:
+        """Waits for this session's coroutines."""
+        from .many import Waiter
+
+        return Waiter()
 
     # -- channels and arrays
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from . import linux
 from .backends.base import Memory, RawStream
-from .channel import Slot, decode_meta, encode_meta
 from .device import Device
 from .errors import InvalidState, IpcSyncError, PeerDied, ResourceLost, StaleHandle, WaitTimeout
 from .fields import Field
@@ -23,6 +22,7 @@ from .lanes import Lanes
 from .ledger import Cell
 from .ring import Control, Head, Reader
 from .shm import Region
+from .slot import Slot, decode_meta, encode_meta
 from .waiting import UNSET, Deadline, Timeout, wait_word
 from .wire import (
     ArrayInfo,

@@ -111,6 +111,14 @@ class SharedEvent:
         timeline = self._timeline
         timeline.wait_host(timeline.resolve(round), self.session.deadline(timeout))
 
+    async def synchronize_async(self, *, round: int | None = None, timeout: Timeout = UNSET) -> None:
+        """`synchronize` for coroutines: the event loop goes on meanwhile, and cancelling it leaves nothing behind."""
+        from .many import synchronize
+
+        self._check()
+        timeline = self._timeline
+        await synchronize(timeline, timeline.resolve(round), self.session.deadline(timeout))
+
     def query(self, *, round: int | None = None) -> bool:
         """Whether `round` (or the latest issued) is complete; False when nothing was issued."""
         self._check()

@@ -1,0 +1,187 @@
+"""Waiting for many things at once: ``session.select`` for one worker of several channels, and asyncio.
+
+One futex call of the kernel (futex_waitv) sleeps on many words; where it is not there, and for words that a GPU writes,
+which can wake nobody, naps do. A session has one waiter thread for all its coroutines, started by the first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from . import linux
+from .errors import EndOfStream, InvalidArgument, WaitTimeout
+from .ledger import Cell
+from .ring import Head
+from .waiting import SLICE, UNSET, Deadline, Timeout
+
+if TYPE_CHECKING:
+    from .channel_reader import Reader
+    from .session import Session
+    from .slot import ReadSlot
+    from .timeline import Timeline
+
+Word = tuple[int, int]  # address, and what was seen there
+_NAP = 1e-3
+
+
+def _words_of(readers: Sequence[Reader]) -> list[Word]:
+    """The words that change when one of the readers has something to take, or its stream ends or changes hands."""
+    found: list[Word] = []
+    for reader in readers:
+        timeline, control = reader._epochs.timeline, reader._control
+        for region, word in (
+            (timeline.region, timeline.at + Cell.ISSUED),
+            (timeline.region, timeline.at + Cell.WORD),
+            (control.region, Head.EPOCH),
+        ):
+            found.append((region.address + 8 * word, region.words[word]))
+    return found
+
+
+def select(session: Session, readers: Sequence[Reader], timeout: Timeout = UNSET) -> list[Reader]:
+    """The body of ``Session.select``."""
+    if not readers:
+        raise InvalidArgument("select() got no readers: it would wait for nothing")
+    deadline = session.deadline(timeout)
+    polled = any(reader._backend.device_writes for reader in readers)
+    while True:
+        session.check()
+        words = _words_of(readers)
+        ready = [reader for reader in readers if reader.arrived(complete=False)]
+        if ready:
+            return ready
+        left = deadline.left(_NAP if polled else SLICE)
+        if left == 0.0:
+            return []
+        linux.futex_wait_any(words, left)
+
+
+class _Wish:
+    """What one coroutine waits for."""
+
+    def __init__(self, ready: Callable[[], bool], words: Callable[[], list[Word]], polled: bool) -> None:
+        self.ready, self.words, self.polled = ready, words, polled
+        self.loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[None] = self.loop.create_future()
+
+    def fulfil(self, error: BaseException | None) -> None:
+        def tell() -> None:
+            if self.future.done():
+                return  # cancelled meanwhile
+            if error is None:
+                self.future.set_result(None)
+            else:
+                self.future.set_exception(error)
+
+        try:
+            self.loop.call_soon_threadsafe(tell)
+        except RuntimeError:
+            pass  # the loop is closed: nobody waits any more
+
+
+class Waiter:
+    """A session's thread that waits for the coroutines of all its event loops."""
+
+    def __init__(self) -> None:
+        self._wishes: list[_Wish] = []
+        self._bell = ctypes.c_uint64(0)
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    async def until(
+        self, ready: Callable[[], bool], words: Callable[[], list[Word]], deadline: Deadline, what: str, *, polled: bool
+    ) -> None:
+        """Returns once `ready()` is true, or raises what it raises; ``WaitTimeout`` at the deadline."""
+        if ready():
+            return
+        wish = _Wish(ready, words, polled)
+        with self._lock:
+            self._wishes.append(wish)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="ipcsync-waiter", daemon=True)
+                self._thread.start()
+        self._ring()
+        try:
+            left = None if deadline.at is None else deadline.left(1e9)
+            await asyncio.wait_for(wish.future, left)
+        except TimeoutError:
+            raise WaitTimeout(f"{what} did not come within {deadline.timeout:g} s", timeout=deadline.timeout) from None
+        finally:
+            with self._lock:
+                if wish in self._wishes:
+                    self._wishes.remove(wish)
+
+    def _ring(self) -> None:
+        self._bell.value += 1
+        linux.futex_wake(ctypes.addressof(self._bell))
+
+    def _run(self) -> None:
+        while True:
+            words: list[Word] = [(ctypes.addressof(self._bell), self._bell.value)]
+            with self._lock:
+                wishes = list(self._wishes)
+                if not wishes:
+                    self._thread = None
+                    return
+            polled = False
+            for wish in wishes:
+                try:
+                    words += wish.words()
+                    if not wish.ready():
+                        polled |= wish.polled
+                        continue
+                    error = None
+                except BaseException as raised:
+                    error = raised
+                with self._lock:
+                    if wish in self._wishes:
+                        self._wishes.remove(wish)
+                wish.fulfil(error)
+            linux.futex_wait_any(words, _NAP if polled else SLICE)
+
+
+async def slots(reader: Reader, stream: Any, timeout: Timeout) -> AsyncIterator[ReadSlot]:
+    """The body of ``Reader.slots_async``."""
+    session = reader.session
+    complete = reader._backend.is_thread(session.stream(stream, reader.device))  # then get() waits for that too
+    what, polled = f"an item of {reader.channel.name!r}", reader._backend.device_writes
+    while True:
+        deadline = session.deadline(timeout)
+        while True:
+            await session.waiter.until(
+                lambda: reader.arrived(complete=complete), lambda: _words_of([reader]), deadline, what, polled=polled
+            )
+            try:
+                slot = reader.get(stream, timeout=0)
+                break
+            except WaitTimeout:
+                continue  # another member of its group was faster, or the newest item is not complete yet
+            except EndOfStream:
+                return
+        try:
+            yield slot
+        finally:
+            slot.release()
+        reader._settle()
+
+
+async def synchronize(timeline: Timeline, round: int, deadline: Deadline) -> None:
+    """The body of ``SharedEvent.synchronize_async``."""
+
+    def ready() -> bool:
+        done = timeline.region.words[timeline.at + Cell.WORD] >= round
+        timeline.between_slices(round)
+        return bool(done)
+
+    word = timeline.at + Cell.WORD
+    await timeline.session.waiter.until(
+        ready,
+        lambda: [(timeline.region.address + 8 * word, timeline.region.words[word])],
+        deadline,
+        f"round {round} of {timeline.name!r}",
+        polled=timeline.backend.device_writes,
+    )
