@@ -200,6 +200,21 @@ def test_every_kind_of_element_arrives_as_written(case: Case, session: Session) 
                 assert host(taken.array).tolist() == numpy.array([0, 1, 1], dtype).tolist()
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_small_floats_have_names(case: Case, session: Session, dtype: str) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    if case.device != "cpu" and dtype != "bfloat16":
+        pytest.skip("CuPy has no float8 arrays")
+    channel = session.create_channel("frames", shape=(4,), dtype=dtype, depth=2, device=case.device)
+    assert channel.fields["array"].dtype == dtype
+    with channel.reader() as reader, channel.writer() as writer:
+        with writer.slot() as slot:
+            slot.array[...] = case.array(numpy.array([0, 0.5, 1, -2], getattr(ml_dtypes, dtype)), dtype)
+        with reader.get() as taken:
+            assert taken.array.dtype == numpy.dtype(getattr(ml_dtypes, dtype))
+            assert host(taken.array).astype("float32").tolist() == [0, 0.5, 1, -2]
+
+
 def test_readers_arrays_are_read_only_on_the_host(case: Case, session: Session) -> None:
     if case.device != "cpu":
         pytest.skip("CUDA has no read-only mappings")
