@@ -110,11 +110,8 @@ class Reader:
                 slot = self.get(stream, timeout)
             except EndOfStream:
                 return
-            try:
+            with slot:
                 yield slot
-            finally:
-                slot.release()
-            self._settle()
 
     __iter__ = slots
 

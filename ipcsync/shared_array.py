@@ -22,7 +22,7 @@ from .lanes import Lanes
 from .ledger import Cell
 from .ring import Control, Head, Reader
 from .shm import Region
-from .slot import Slot, decode_meta, encode_meta
+from .slot import Slot, current, decode_meta, encode_meta
 from .waiting import UNSET, Deadline, Timeout, wait_word
 from .wire import (
     ArrayInfo,
@@ -115,7 +115,8 @@ class SharedArray:
                 self._words[Head.CLAIMED] = view.version - 1  # nothing was written: the old version is as it was
                 raise
             try:
-                yield view
+                with current(self.backend, raw, self.device.index):
+                    yield view
                 self._store_meta(view.meta)
                 self._timeline.record(raw)
                 self._last = self.backend.stream_key(raw)
@@ -227,7 +228,8 @@ class SharedArray:
                 start = self.control.meta_at()
                 meta = decode_meta(bytes(self.control.region.bytes[start : start + length])) if length else {}
                 view = View(raw, version, self._views(writable=False), meta)
-                yield view
+                with current(self.backend, raw, self.device.index):
+                    yield view
             finally:
                 if view is not None:
                     view._arrays = None

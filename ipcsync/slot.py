@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -12,7 +13,8 @@ from .fields import shape_of
 from .waiting import UNSET, Timeout
 
 if TYPE_CHECKING:
-    from .backends.base import RawStream
+    from .backends.base import Backend, RawStream
+    from .channel import Channel
     from .channel_reader import Reader
     from .channel_writer import Writer
 
@@ -25,11 +27,21 @@ class Slot:
     The arrays are numpy's or CuPy's, over the memory itself; they must not be used once the turn has ended.
     """
 
-    __slots__ = ("_arrays", "_raw")
+    __slots__ = ("_arrays", "_raw", "_using")
 
     def __init__(self, raw: RawStream) -> None:
         self._arrays: dict[str, Any] | None = None  # None when it is not our turn
         self._raw = raw
+        self._using: AbstractContextManager[None] | None = None
+
+    def _make_current(self, channel: Channel) -> None:
+        self._using = current(channel.backend, self._raw, channel.index)
+        self._using.__enter__()
+
+    def _leave_current(self) -> None:
+        using, self._using = self._using, None
+        if using is not None:
+            using.__exit__(None, None, None)
 
     def _mine(self) -> dict[str, Any]:
         if self._arrays is None:
@@ -111,9 +123,11 @@ class WriteSlot(Slot):
 
     def __enter__(self) -> WriteSlot:
         self._writer._begin(self)
+        self._make_current(self._writer.channel)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._leave_current()
         if self._arrays is None:
             return  # discarded
         if kind is not None:
@@ -165,12 +179,19 @@ class ReadSlot(Slot):
             self._reader._release(self, stream)
 
     def __enter__(self) -> ReadSlot:
+        self._make_current(self._reader.channel)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._leave_current()
         self.release()
         if kind is None:
             self._reader._settle()
+
+
+def current(backend: Backend, raw: RawStream, device: int) -> AbstractContextManager[None]:
+    """CuPy's current stream is the turn's for a block, so that what the block computes is in order with the turn."""
+    return backend.using_stream(raw, device) if backend.device_writes else nullcontext()
 
 
 def encode_meta(meta: dict[str, Any], room: int, name: str) -> bytes:

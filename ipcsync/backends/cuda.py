@@ -109,8 +109,9 @@ class CudaBackend(Backend):
         self._devices = Devices(self._driver)
         self._quarantine = Quarantine()
         self._streams = cuda_streams.Streams(self._driver, self._devices)
-        self._memories = cuda_memory.Memories(self._driver, self._devices, self._quarantine)
+        self._memories = cuda_memory.Memories(self._driver, self._devices, self._end)
         self._handles: dict[int, Any] = {}  # by raw stream
+        self._waiting: set[int] = set()  # streams that were given a wait, until they are seen idle
         self._registered: dict[int, _Registration] = {}  # by address
         self._refused: dict[int, str] = {}  # by device: why memory operations do not work
         self._prober = cuda_probe.Prober(self._driver, self._devices)
@@ -144,7 +145,9 @@ class CudaBackend(Backend):
         return cuda_streams.KeptStream(int(made), cuda_streams.OwnStream(self._driver, made))
 
     def drop_stream(self, raw: int) -> None:
-        """Nothing: it goes when the last slot, timeline or budget that keeps its raw value lets go."""
+        """It goes when the last slot, timeline or budget that keeps its raw value lets go."""
+        if raw in self._waiting and self._on(raw, self._driver.cuStreamQuery, raw) != NOT_READY:
+            self._waiting.discard(raw)
 
     def framework_streams(self, device: int) -> dict[str, int]:
         """The current stream of "cupy" and "torch", of those that are loaded."""
@@ -244,6 +247,8 @@ class CudaBackend(Backend):
         stream = self._handles.get(raw) or self._handle(raw)
         self._not_capturing(stream)
         self._must(self._on(raw, self._wait_event, stream, event.handle, 0), "cuStreamWaitEvent")
+        if event.interprocess:
+            self._waiting.add(raw)
 
     def event_query(self, event: CudaEvent) -> bool:
         (status,) = self._driver.cuEventQuery(event.handle)
@@ -291,8 +296,7 @@ class CudaBackend(Backend):
 
         if event.interprocess:
             # A queued wait or record of it, here or in a peer, must find it alive.
-            moment = 0.1 if self._finished(event) else 0.0
-            self._quarantine.end(work, ready=lambda: self._finished(event), moment=moment)
+            self._quarantine.end(work, ready=lambda: self._finished(event))
         else:
             work()
 
@@ -346,6 +350,9 @@ class CudaBackend(Backend):
                     raise Unsupported("this GPU has no unified addressing, which shared events on cuda need")
             self._registered[region.address] = _Registration(region, device, ours=status != ALREADY_REGISTERED)
 
+    def _end(self, work: Callable[[], object]) -> None:
+        self._quarantine.end(work, ready=self._unblocked, moment=1.0)
+
     def unregister(self, region: Region) -> None:
         with self._lock:
             found = self._registered.get(region.address)
@@ -363,7 +370,15 @@ class CudaBackend(Backend):
                     self._driver.cuMemHostUnregister(address)
             found.mapping.release()
 
-        self._quarantine.end(work, moment=1.0)
+        self._end(work)
+
+    def _unblocked(self) -> bool:
+        """Whether no stream that was given a wait is at it, or behind it, now."""
+        for raw in list(self._waiting):
+            if self._on(raw, self._driver.cuStreamQuery, raw) == NOT_READY:
+                return False
+            self._waiting.discard(raw)
+        return True
 
     def write(
         self,
@@ -400,6 +415,7 @@ class CudaBackend(Backend):
             status = self._on(raw, self._wait64, stream, address, value, 0)
         if status:
             fail(status, "cuStreamWaitValue64")
+        self._waiting.add(raw)
 
     def passed(self, raw: int) -> Callable[[], bool]:
         return _Passed(self, raw)

@@ -107,7 +107,8 @@ def load() -> Any:
         from cuda.bindings import driver
     except ImportError:
         raise DeviceUnavailable(
-            f'cuda-bindings is not installed: pip install "ipcsync[cuda13]" (or cuda12, as your driver is); {DOCTOR}'
+            "no CUDA device was found: cuda-bindings is not installed, so none was looked for: pip install "
+            f'"ipcsync[cuda13]" (or cuda12, as your driver is); {DOCTOR}, and device="cpu" works without'
         ) from None
     try:
         (status,) = driver.cuInit(0)

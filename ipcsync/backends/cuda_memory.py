@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,6 @@ from ..dtypes import itemsize, numpy_dtype
 from ..errors import HandleInvalid, InvalidArgument, NotExportable, OutOfSpace, Unsupported
 from .base import Memory
 from .cuda_driver import INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, MAP_FAILED, OUT_OF_MEMORY, Devices, check, fail
-from .cuda_teardown import Quarantine
 
 HANDLE_BYTES = 64
 # CUDA carves small allocations out of blocks of this size and an IPC handle opens the whole block: a block each.
@@ -58,8 +58,10 @@ def cupy() -> Any:
 
 
 class Memories:
-    def __init__(self, driver: Any, devices: Devices, quarantine: Quarantine) -> None:
-        self._driver, self._devices, self._quarantine = driver, devices, quarantine
+    """`end` runs a call that waits for the device, when that harms nobody."""
+
+    def __init__(self, driver: Any, devices: Devices, end: Callable[[Callable[[], object]], object]) -> None:
+        self._driver, self._devices, self._end = driver, devices, end
         self._lock = threading.Lock()
         self._own: dict[bytes, _Kept] = {}  # by handle: made or exported here, which CUDA does not open here again
         self._opened: dict[tuple[int, bytes], _Kept] = {}
@@ -139,8 +141,7 @@ class Memories:
             with self._devices.using(kept.device):
                 call(kept.pointer)
 
-        # Both wait for the device, whose streams may wait for another process.
-        self._quarantine.end(work, moment=1.0)
+        self._end(work)
 
     # -- arrays of the caller's
 

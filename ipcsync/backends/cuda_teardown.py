@@ -1,8 +1,8 @@
-"""Tear-down that may block: CUDA calls that wait for the device are made by a thread of their own.
+"""Tear-down that may block: CUDA calls that wait for the device are made by a thread of their own, at a good moment.
 
-Freeing memory, closing an imported mapping and destroying an interprocess event wait inside the driver for work that
-may itself wait for another process, or for ever. Nobody else waits with them: a caller gets a moment, and what takes
-longer stays in quarantine.
+Freeing memory, closing an imported mapping and unregistering a page wait inside the driver for all work of the device,
+and meanwhile hold a lock that launches, event records and allocations of every thread need (seen). So they are not made
+while a stream of ours waits for another process; what never becomes ready stays in quarantine.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ class Quarantine:
         self.held = 0
 
     def end(self, work: Callable[[], object], *, ready: Callable[[], bool] | None = None, moment: float = 0.1) -> bool:
-        """Runs `work` once `ready()` is true (it must not block); waits `moment` seconds for that. Whether it ended."""
+        """Runs `work` once `ready()` is true (it must not block), and gives it `moment` seconds if that is now. Whether
+        it ended."""
         task = _Task(work, ready)
+        if ready is not None and not ready():
+            moment = 0.0
         with self._lock:
             self.held += 1
             stuck = self._since and time.monotonic() - self._since > _STUCK
