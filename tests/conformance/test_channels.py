@@ -34,6 +34,7 @@ from .cases import Case, case  # noqa: F401
 
 Spawn = Callable[..., Child]
 SHAPE = (4, 8)
+JOINS = int(os.environ.get("IPCSYNC_JOINS", "40"))  # how often each of two readers joins and leaves
 
 
 def host(array: Any) -> numpy.ndarray:
@@ -449,12 +450,12 @@ def come_and_go(peer: Peer, rounds: int) -> int:
 
 def test_readers_join_and_leave_while_the_writer_runs(case: Case, session: Session, spawn: Spawn) -> None:
     channel = session.create_channel("frames", shape=SHAPE, dtype="int32", depth=3, device=case.device)
-    children = [spawn(come_and_go, 20) for _ in range(2)]
+    children = [spawn(come_and_go, JOINS) for _ in range(2)]
     with channel.writer() as writer:
         while any(child.process.is_alive() for child in children):
             with writer.slot() as slot:
                 slot.array[...] = slot.number
-    assert all(child.join() > 20 for child in children)
+    assert all(child.join() > JOINS for child in children)
 
 
 def test_latest_skips_what_it_was_too_slow_for(case: Case, session: Session) -> None:
