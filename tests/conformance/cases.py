@@ -16,6 +16,7 @@ import mmap
 import os
 import secrets
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,27 @@ class WordGate:
         self._region.words[0] = 1
 
 
+@cache
+def _warm() -> None:
+    """Loading a kernel waits for the device, and so for a held stream, with a lock that every launch needs: what the
+    rules compute with is loaded before anything is held."""
+    import cupy
+
+    for dtype in ("int32", "int64", "uint8", "int8", "float32", "float64"):
+        array = cupy.zeros((4, 8), dtype)
+        array[...] = 1
+        array[1:, 2:] = 2
+        copy = cupy.empty_like(array)
+        cupy.copyto(copy, array)
+        copy[:, ::2] = array[:, ::2]
+        copy += 1
+        (copy == array).all().get()
+        (array == 1).all().get()
+        array.sum().get()
+        cupy.asarray([1, 2], dtype=dtype).get()
+    cupy.cuda.get_current_stream().synchronize()
+
+
 class Case:
     """A device: new streams, something that holds one of them, arrays that can be exported. Made anew in children."""
 
@@ -53,6 +75,8 @@ class Case:
         self.device = device
         self._gates: list[Gate | WordGate] = []
         self._files: list[Path] = []
+        if device != "cpu":
+            _warm()
 
     @property
     def xp(self) -> Any:

@@ -11,8 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cuda.bindings import driver
-
 from ipcsync.backends.cuda import CudaBackend
 from ipcsync.backends.cuda_driver import check
 from ipcsync.shm import Region
@@ -94,6 +92,8 @@ def words(backend: CudaBackend, directory: Path) -> Iterator[Region]:
 
 def word_at(backend: CudaBackend, pointer: int) -> int:
     """The 64-bit word at a device address, read behind nothing."""
+    from cuda.bindings import driver
+
     out = ctypes.c_uint64()
     raw = backend.new_stream(0, 0)
     with backend.using(0):

@@ -89,7 +89,7 @@ def _waits_first(peer: Peer, name: str, rounds: int) -> int:
     import cupy
 
     good = 0
-    with ipcsync.connect(name="waiter") as session, session.open_channel("values").reader() as reader:
+    with ipcsync.connect(name="waiter") as session, session.open_channel("values").reader(start="oldest") as reader:
         event, stream = session.open_event(name), _stream()
         slot = reader.get(stream)
         out = cupy.zeros(1, cupy.uint64)
@@ -117,6 +117,7 @@ def test_a_wait_before_its_record_ends_after_the_work(session: Session, spawn: S
         child = spawn(_waits_first, "late", rounds)
         with writer.slot(stream) as slot:
             array = slot.array
+            gpu.fill(array, 0)
         for n in range(1, rounds + 1):
             assert child.recv() == n
             gpu.spin(backend, stream._raw, 0.05, array.data.ptr, n)
@@ -229,7 +230,7 @@ def _torch_reads(peer: Peer) -> list[float]:
         for slot in reader.slots(side):
             with torch.cuda.stream(side):
                 sums.append(torch.as_tensor(slot.array, device="cuda").float().sum())
-        side.synchronize()
+            side.synchronize()
     return [float(each) for each in sums]
 
 
@@ -240,8 +241,9 @@ def test_torch_reads_what_cupy_writes(session: Session, spawn: Spawn, dtype: str
     child.recv(60)
     with session.open_channel("numbers").writer() as writer:
         for n in range(1, 51):
-            with writer.slot(_stream()) as slot:
+            with writer.slot(_stream()) as slot:  # which nothing but the slot keeps alive
                 slot.array[...] = n
+            slot.confirm()
     assert child.join() == [8.0 * n for n in range(1, 51)]
 
 
@@ -336,3 +338,4 @@ def test_create_and_release_end_where_they_began(session: Session) -> None:
         with session.create_event("again", device="cuda") as event:
             if n % 100 == 0:
                 event.record(stream)
+        session.unlink("again")
