@@ -18,7 +18,7 @@ import ipcsync
 from ipcsync import Event, Stream, errors
 from ipcsync.backends import host_events
 
-from ..harness import Child, Gate, Peer, wait_until
+from ..harness import TIMEOUT, Child, Gate, Peer, wait_until
 
 Spawn = Callable[..., Child]
 
@@ -314,17 +314,24 @@ def test_ctrl_c_comes_through(call: str) -> None:
     stream, gate = Stream("cpu"), Gate()
     stream.enqueue(gate.hold)
     event = stream.record_event()
-    inside = threading.Thread(target=_interrupt_when_asleep, args=(threading.get_native_id(),))
+    about_to = threading.Event()
+
+    def wait() -> None:
+        about_to.set()
+        INTERRUPTED[call](stream, event)
+
+    inside = threading.Thread(target=_interrupt_when_asleep, args=(threading.get_native_id(), about_to))
     inside.start()
     with pytest.raises(KeyboardInterrupt):
-        INTERRUPTED[call](stream, event)
+        wait()
     inside.join()
     gate.open()
     stream.synchronize()
     assert event.query(), "and nothing was harmed"
 
 
-def _interrupt_when_asleep(thread: int) -> None:
+def _interrupt_when_asleep(thread: int, about_to: threading.Event) -> None:
+    about_to.wait(TIMEOUT)  # starting this thread may wait in a futex as well
     waiting = Path(f"/proc/self/task/{thread}/syscall")
     wait_until(lambda: waiting.read_text().split()[0] == "202", "the wait in a futex")
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
