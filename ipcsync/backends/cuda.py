@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 from ..errors import (
     AmbiguousStream,
     CaptureUnsupported,
-    DeviceLost,
     HandleInvalid,
     InvalidState,
     NotExportable,
@@ -41,6 +40,7 @@ from .cuda_driver import (
     find_uuid,
     load,
 )
+from .cuda_pending import Passed, Pending
 from .cuda_streams import DefaultStream
 from .cuda_teardown import Quarantine
 
@@ -71,32 +71,6 @@ class _Registration:
         self.device, self.ours, self.users, self.mapping = device, ours, 1, memoryview(region.bytes)
 
 
-class _Passed:
-    """Whether a stream has done what it was given: looked at when somebody asks, which is seldom, so that a wait costs
-    nothing more. A stream that is busy then is given a mark, and has passed when it reaches that."""
-
-    __slots__ = ("_backend", "_mark", "_raw")
-
-    def __init__(self, backend: CudaBackend, raw: int) -> None:
-        self._backend, self._raw = backend, raw
-        self._mark: CudaEvent | None = None
-
-    def __call__(self) -> bool:
-        backend = self._backend
-        try:
-            if self._mark is not None:
-                return backend.event_query(self._mark)
-            if backend.stream_query(self._raw):
-                return True
-            self._mark = backend.event_create(0, timing=False, blocking=False, interprocess=False)
-            backend.event_record(self._mark, self._raw)
-        except DeviceLost:
-            return True  # nothing of it runs any more
-        except CaptureUnsupported:
-            self._mark = None
-        return False
-
-
 class CudaBackend(Backend):
     device_type: ClassVar[str] = "cuda"
     device_writes: ClassVar[bool] = True
@@ -111,7 +85,7 @@ class CudaBackend(Backend):
         self._streams = cuda_streams.Streams(self._driver, self._devices)
         self._memories = cuda_memory.Memories(self._driver, self._devices, self._end)
         self._handles: dict[int, Any] = {}  # by raw stream
-        self._waiting: set[int] = set()  # streams that were given a wait, until they are seen idle
+        self._pending = Pending()
         self._registered: dict[int, _Registration] = {}  # by address
         self._refused: dict[int, str] = {}  # by device: why memory operations do not work
         self._prober = cuda_probe.Prober(self._driver, self._devices)
@@ -145,9 +119,7 @@ class CudaBackend(Backend):
         return cuda_streams.KeptStream(int(made), cuda_streams.OwnStream(self._driver, made))
 
     def drop_stream(self, raw: int) -> None:
-        """It goes when the last slot, timeline or budget that keeps its raw value lets go."""
-        if raw in self._waiting and self._on(raw, self._driver.cuStreamQuery, raw) != NOT_READY:
-            self._waiting.discard(raw)
+        """Nothing: it goes when the last slot, timeline or budget that keeps its raw value lets go."""
 
     def framework_streams(self, device: int) -> dict[str, int]:
         """The current stream of "cupy" and "torch", of those that are loaded."""
@@ -247,8 +219,6 @@ class CudaBackend(Backend):
         stream = self._handles.get(raw) or self._handle(raw)
         self._not_capturing(stream)
         self._must(self._on(raw, self._wait_event, stream, event.handle, 0), "cuStreamWaitEvent")
-        if event.interprocess:
-            self._waiting.add(raw)
 
     def event_query(self, event: CudaEvent) -> bool:
         (status,) = self._driver.cuEventQuery(event.handle)
@@ -351,7 +321,7 @@ class CudaBackend(Backend):
             self._registered[region.address] = _Registration(region, device, ours=status != ALREADY_REGISTERED)
 
     def _end(self, work: Callable[[], object]) -> None:
-        self._quarantine.end(work, ready=self._unblocked, moment=1.0)
+        self._quarantine.end(work, ready=self._pending.none, moment=1.0)
 
     def unregister(self, region: Region) -> None:
         with self._lock:
@@ -371,14 +341,6 @@ class CudaBackend(Backend):
             found.mapping.release()
 
         self._end(work)
-
-    def _unblocked(self) -> bool:
-        """Whether no stream that was given a wait is at it, or behind it, now."""
-        for raw in list(self._waiting):
-            if self._on(raw, self._driver.cuStreamQuery, raw) == NOT_READY:
-                return False
-            self._waiting.discard(raw)
-        return True
 
     def write(
         self,
@@ -415,10 +377,10 @@ class CudaBackend(Backend):
             status = self._on(raw, self._wait64, stream, address, value, 0)
         if status:
             fail(status, "cuStreamWaitValue64")
-        self._waiting.add(raw)
+        self._pending.add(region.words, index, value)
 
     def passed(self, raw: int) -> Callable[[], bool]:
-        return _Passed(self, raw)
+        return Passed(self, raw)
 
     def blocked_limit(self, device: int) -> int:
         """Hardware queues, less a reserve. A stream with new work takes an idle queue, but shares one when none is

@@ -13,7 +13,8 @@ import pytest
 from ipcsync import errors
 from ipcsync.backends import cuda_driver, cuda_memory, cuda_probe
 from ipcsync.backends.cuda import CudaBackend
-from ipcsync.backends.cuda_streams import DefaultStream, key
+from ipcsync.backends.cuda_pending import Passed, Pending
+from ipcsync.backends.cuda_streams import DefaultStream, KeptStream, key
 from ipcsync.backends.cuda_teardown import Quarantine
 
 from ..harness import Gate, wait_until
@@ -115,6 +116,60 @@ def test_tear_down_waits_until_it_is_ready_and_errors_end_it() -> None:
     ready.set()
     assert done.wait(30)
     wait_until(lambda: quarantine.held == 0, "the end of the quarantine")
+
+
+def test_tear_down_is_put_off_while_a_stream_waits() -> None:
+    words, pending = memoryview(bytearray(64)).cast("Q"), Pending()
+    assert pending.none()
+    for value in range(1, 101):
+        pending.add(words, 0, value)
+    assert not pending.none()
+    words[0] = 99
+    assert not pending.none()
+    words[0] = 100
+    assert pending.none()
+    pending.add(words, 1, 1)
+    words.release()  # a page that is gone was waited for long ago
+    assert pending.none()
+
+
+class _Stream:
+    """A backend of one stream, which is destroyed at the end of a test: it must not be looked at then."""
+
+    def __init__(self) -> None:
+        self.busy, self.marks = True, 0
+
+    def stream_query(self, raw: int) -> bool:
+        assert raw, "looked at a stream that is gone"
+        return not self.busy
+
+    def event_create(self, *_: object, **__: object) -> object:
+        self.marks += 1
+        return object()
+
+    def event_record(self, event: object, raw: int) -> None: ...
+
+    def event_query(self, event: object) -> bool:
+        return not self.busy
+
+    def event_destroy(self, event: object) -> None:
+        self.marks -= 1
+
+
+def test_whether_a_stream_is_through_is_looked_at_late_but_for_a_bare_pointer() -> None:
+    stream: Any = _Stream()
+    kept = Passed(stream, KeptStream(4096, object()))
+    assert stream.marks == 0
+    bare = Passed(stream, KeptStream(4096, 4096))
+    assert stream.marks == 1
+    assert not kept()
+    assert not bare()
+    assert stream.marks == 2
+    stream.busy = False
+    assert kept()
+    assert bare()
+    del kept, bare
+    assert stream.marks == 0
 
 
 # -- without a GPU

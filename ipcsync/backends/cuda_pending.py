@@ -1,0 +1,79 @@
+"""What streams were given and may not have passed yet: the words they wait for, and whether they are through."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+from ..errors import CaptureUnsupported, DeviceLost
+
+if TYPE_CHECKING:
+    from .cuda import CudaBackend, CudaEvent
+
+_PRUNE = 64
+
+
+class Pending:
+    """The words that streams were made to wait for, until they are seen reached."""
+
+    def __init__(self) -> None:
+        self._waits: deque[tuple[memoryview, int, int]] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, words: memoryview, index: int, value: int) -> None:
+        self._waits.append((words, index, value))
+        if len(self._waits) > _PRUNE:
+            self.none()
+
+    def none(self) -> bool:
+        """Whether no stream waits now, so that a call which waits for the device ends by itself."""
+        waits = self._waits
+        with self._lock:
+            for _ in range(len(waits)):  # others may append meanwhile
+                wait = waits.popleft()
+                if not _reached(wait):
+                    waits.append(wait)
+            return not waits
+
+
+def _reached(wait: tuple[memoryview, int, int]) -> bool:
+    words, index, value = wait
+    try:
+        return words[index] >= value
+    except ValueError:
+        return True  # unmapped, for which its waits had to be over
+
+
+class Passed:
+    """Whether a stream has done what it was given. Looked at when somebody asks, which is seldom, so that a wait costs
+    nothing more: a stream that is busy then is given a mark, and has passed when it reaches that."""
+
+    def __init__(self, backend: CudaBackend, raw: int) -> None:
+        self._backend, self._raw, self._done = backend, raw, False
+        self._mark: CudaEvent | None = None
+        if isinstance(getattr(raw, "owner", None), int):
+            self()  # a bare pointer: nothing here keeps its stream alive until somebody asks
+
+    def __call__(self) -> bool:
+        backend = self._backend
+        if self._done:
+            return True
+        try:
+            if self._mark is not None:
+                self._done = backend.event_query(self._mark)
+            elif backend.stream_query(self._raw):
+                self._done = True
+            else:
+                mark = backend.event_create(0, timing=False, blocking=False, interprocess=False)
+                backend.event_record(mark, self._raw)
+                self._mark = mark
+        except DeviceLost:
+            self._done = True  # nothing of it runs any more
+        except CaptureUnsupported:
+            pass
+        return self._done
+
+    def __del__(self) -> None:
+        if self._mark is not None:
+            self._backend.event_destroy(self._mark)
