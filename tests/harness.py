@@ -281,7 +281,8 @@ def segments() -> set[str]:
     found = set()
     for path in SHM.iterdir():
         try:
-            if path.lstat().st_uid == os.getuid() and not path.name.startswith(PREFIX):
+            theirs = path.name.startswith((PREFIX, "cuda.shm."))  # what CUDA leaves of a killed process is not ours
+            if path.lstat().st_uid == os.getuid() and not theirs:
                 found.add(path.name)
         except FileNotFoundError:
             continue
