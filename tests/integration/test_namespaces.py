@@ -62,19 +62,18 @@ class Inside:
 
     def __init__(self, script: str, *wrap: str) -> None:
         self.process = subprocess.Popen(
-            [*_NEW, *wrap, sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+            [*_NEW, *wrap, sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )  # no buffer: a second line that came with the first would lie in it, unseen by select
 
     def says(self) -> str:
         assert self.process.stdout is not None
         if not select.select([self.process.stdout], [], [], TIMEOUT)[0]:
             raise Hang("it said nothing")
-        return self.process.stdout.readline().strip()
+        return self.process.stdout.readline().decode().strip()
 
     def go_on(self) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
+        self.process.stdin.write(b"\n")
 
     @property
     def pid(self) -> int:
