@@ -64,6 +64,7 @@ class Server:
         self.failed = ""  # why it had to leave
         self.boot = state.boot
         self.leaving = False
+        self.stirred = True  # the socket may have something to read
         self.watchdog = Watchdog()
         self.pending: deque[Input] = deque()
         self.lives: list[tuple[int, int]] = []  # life words of the sessions watched
@@ -74,6 +75,8 @@ class Server:
         self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.poller = select.epoll()
         self.poller.register(self.bell, select.EPOLLIN)
+        for number in (signal.SIGTERM, signal.SIGINT):  # before the bind: who can reach us may end us in order
+            signal.signal(number, lambda *_: self._ask_to_stop())
         self.context = zmq.Context(io_threads=1)
         self.router = self._bind(zmq.ROUTER, runtime.broker_endpoint(directory), state.uids)
         self.pub = self._bind(zmq.PUB, runtime.announce_endpoint(directory), state.uids)
@@ -102,8 +105,6 @@ class Server:
 
     def serve(self, ready: Callable[[], None]) -> None:
         """Returns when the broker has left; `ready` is called once it can be reached."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: self._ask_to_stop())
         self.worker.start()
         notify("READY=1")
         ready()
@@ -112,7 +113,8 @@ class Server:
         turn = 0.0
         try:
             while not self.leaving:
-                more = self._receive()
+                if self.stirred:
+                    self._receive()
                 self._take_results()
                 now = time.monotonic()
                 if now >= turn:
@@ -124,8 +126,7 @@ class Server:
                         self._check_files()
                         self.feed(Tick())
                     self.watchdog.turn(now)
-                # Sending may have eaten the edge that says that there is something to read: ask before sleeping.
-                if not more and not int(self.router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                if not self.stirred:
                     self._sleep(max(0.0, turn - time.monotonic()))
         finally:
             words[Header.STATE] = Header.STOPPING
@@ -164,23 +165,25 @@ class Server:
                 os.eventfd_read(fd)
             elif fd in self.by_fd:
                 self.feed(Gone(self.by_fd[fd]))
+            else:
+                self.stirred = True
 
-    def _receive(self) -> bool:
-        """Reads what is there; True when there may be more."""
+    def _receive(self) -> None:
+        """Reads what is there, up to a burst."""
         for _ in range(BURST):
-            if not int(self.router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                return False
+            self.stirred = bool(int(self.router.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+            if not self.stirred:
+                return
             try:
                 frames = self.router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return False
+                continue
             except zmq.ZMQError as error:
                 if error.errno in (zmq.ETERM, zmq.ENOTSOCK):
                     raise
                 self._bad("socket")
                 continue
             self._read(frames)
-        return True
 
     def _read(self, frames: list[bytes]) -> None:
         """A message as it came: whatever it is, the loop goes on."""
@@ -273,6 +276,7 @@ class Server:
             wire.PROTOCOL_MAX, answer.id, self.boot, answer.error is None, answer.body or {}, answer.error
         )
         try:
+            self.stirred = True  # sending may eat the edge that says that there is something to read
             self.router.send_multipart([answer.peer, wire.encode(reply)], zmq.NOBLOCK)
         except (zmq.Again, zmq.ZMQError):
             self.state.counts["unsent_answers"] += 1

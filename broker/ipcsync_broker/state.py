@@ -46,8 +46,8 @@ from .model import (
 )  # fmt: skip
 
 Key = tuple[str, str]  # (namespace, name)
-TICK = 0.1  # seconds from one tick to the next, unless something is due before
-STALL = 0.25  # a turn this late was the broker's own stall: nobody's silence
+TICK = 0.2  # seconds from one tick to the next, unless something is due before
+STALL = 0.5  # a tick this late was the broker's own stall: nobody's silence
 
 
 @dataclass

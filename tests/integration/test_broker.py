@@ -301,6 +301,25 @@ def test_what_does_not_fit_is_out_of_space_and_everything_goes_on(broker: Broker
     assert isinstance(client.call("create_event", wire.CreateEvent("c", "cpu")), wire.EventInfo)
 
 
+# -- the loop
+
+
+def test_no_message_waits_for_the_next_one(broker: Broker, client: Raw, clients: Clients) -> None:
+    """The loop sleeps until its socket stirs, and sending may eat that edge: answers go out on the clock while requests
+    come in. One that was overlooked would be read when the next came, and here none comes."""
+    other = clients.session("other")
+    for _ in range(4):
+        answers = 400
+        for n in range(answers):
+            other.send("open_event", wire.Open("event", "never"), left=0.05 + n / 1000)
+        while answers:
+            assert client.call("beat", wire.Beat()) == wire.Empty()
+            while other.socket.poll(0):
+                other.socket.recv()
+                answers -= 1
+    other.call("bye", wire.Bye())
+
+
 # -- announcements
 
 
