@@ -256,7 +256,7 @@ class Link(threading.Thread):
         assert self.ledger is not None
         if self.ledger.words[self._at + Block.SESSION] == self._number:
             self.ledger.words[self._at + Block.BEAT] += 1
-        self._same_boot(self.ledger.boot)
+        self._same_boot(b"" if self.ledger.region.replaced() else self.ledger.boot)
 
     def _send(self, dealer: zmq.Socket[bytes], call: _Call) -> None:
         try:

@@ -39,7 +39,8 @@ class Region:
 
     def __init__(self, path: Path, fd: int, *, writable: bool = True) -> None:
         self.path = path
-        self.nbytes = os.fstat(fd).st_size
+        status = os.fstat(fd)
+        self.nbytes, self.inode = status.st_size, status.st_ino
         self.writable = writable
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self._map = mmap.mmap(fd, self.nbytes, flags=mmap.MAP_SHARED, prot=access)
@@ -78,6 +79,13 @@ class Region:
                 os.close(fd)
             os.close(folder)
         return region
+
+    def replaced(self) -> bool:
+        """Whether another file stands under our name by now."""
+        try:
+            return os.stat(self.path, follow_symlinks=False).st_ino != self.inode
+        except FileNotFoundError:
+            return False
 
     def close(self) -> None:
         """Unmaps. Arrays over it that still live keep the mapping until they are collected."""

@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -122,6 +123,7 @@ def start(
     os.close(write)
     with open(read, "rb") as pipe:
         if pipe.read() == b"1":
+            threading.Thread(target=child.wait, name="ipcsync-reaper", daemon=True).start()  # no zombie when it leaves
             return child
     child.wait()
     said_last = (where / LOG).read_text(errors="replace").strip().splitlines()[-1:] if (where / LOG).exists() else []
