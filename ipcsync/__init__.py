@@ -1,6 +1,6 @@
 """Cross-process GPU synchronisation on one machine.
 
-``import ipcsync`` loads neither numpy, zmq nor cupy: each name below brings its module when it is first used.
+``import ipcsync`` loads neither numpy, zmq, cupy nor torch: each name below brings its module when it is first used.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "torch":  # the submodule; importing it loads torch
+        return import_module(".torch", __name__)
     if name in _HOME:
         value = getattr(import_module(f".{_HOME[name]}", __name__), name)
         globals()[name] = value
