@@ -1,8 +1,9 @@
 """The wait budget: how many streams of this process may be blocked on other processes at once (LEDGER.md rule 10).
 
 A stream that is blocked on a word holds one of the process's C hardware queues, and with all C held every other stream
-stalls, the one that would release them included. So at most C - 1 streams are let block; a wait beyond that keeps its
-caller until one of them went on. A stream counts once, however many waits it holds.
+stalls, the one that would release them included. Streams that begin at once share what is left, so a quarter is kept
+free (docs/decisions/0017): at most C - max(1, C // 4) streams are let block, and a wait beyond that keeps its caller
+until one of them went on. A stream counts once, however many waits it holds.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Reached = Callable[[], bool]
 
 
 class Budget:
-    """For one device. `limit` is C - 1."""
+    """For one device. `limit`: how many of its streams may be blocked at once."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -114,7 +115,7 @@ class Budget:
     def _why(self) -> str:
         return (
             f"the wait budget of this process is {self.limit} streams blocked on others at once (its hardware queues "
-            "less one) and all are; start it with CUDA_DEVICE_MAX_CONNECTIONS=32, or wait on fewer streams"
+            "less a reserve) and all are; start it with CUDA_DEVICE_MAX_CONNECTIONS=32, or wait on fewer streams"
         )
 
 

@@ -66,9 +66,10 @@ class Reader:
         """The next item, held until it is released (it is a context manager): `stream` waits for it on the device.
 
         The host waits, `timeout` seconds at most (``WaitTimeout``), until the item is published. ``EndOfStream`` after
-        the last one; ``PeerDied`` when the writer died, ``PeerFailed`` when it was left by an exception.
+        the last one; ``PeerDied`` when the writer died, ``PeerFailed`` when it was left by an exception. The stream
+        may be another GPU's: its device is current in the turn, and ``slot.array`` stays where it is.
         """
-        raw = self.session.stream(stream, self.device)
+        raw = self.session.reading_stream(stream, self.device)
         deadline = self.session.deadline(timeout)
         if not self._lock.acquire(timeout=deadline.left(threading.TIMEOUT_MAX)):
             raise WaitTimeout(f"another thread is in get() of {self.channel.name!r}", timeout=deadline.timeout)
@@ -124,6 +125,7 @@ class Reader:
 
     def ready(self) -> bool:
         """Whether `get` would find an item, or raise what ended the stream, without waiting for a writer."""
+        self._follow()
         epochs, turn = self._epochs, self._turn
         number, bad = turn.next, epochs.bad
         if self._closed or self._over is not None or bad <= self._unconfirmed or turn.ready(epochs.issued, bad):
@@ -134,6 +136,21 @@ class Reader:
             return not turn.peers_hold()
         return epochs.over
 
+    def _follow(self) -> None:
+        """Goes on to the writer that took over, once there is nothing left of the last to take or to be told of: it
+        may have no item yet, and then there is nothing for `get`."""
+        if self.on_writer_death == "raise" or not self._lock.acquire(blocking=False):
+            return
+        try:
+            epochs, turn = self._epochs, self._turn
+            while not self._closed and self._over is None and epochs.over:
+                bad = epochs.bad
+                if bad <= self._unconfirmed or turn.ready(epochs.issued, bad) or epochs.ended(turn.next):
+                    return
+                turn.move_to(epochs.follow() + 1)
+        finally:
+            self._lock.release()
+
     def arrived(self, *, complete: bool) -> bool:
         """`ready`, and with `complete` that the item is complete as well. Looks for the writer's death."""
         epochs, bad = self._epochs, self._epochs.bad
@@ -143,6 +160,8 @@ class Reader:
                 if number < bad:
                     epochs.timeline.between_slices(number)
                 self.session.check()
+            except PeerDied:
+                return self.on_writer_death == "raise" or epochs.bad > number  # no verdict, and so no next writer
             except IpcSyncError:
                 return True  # for get() to raise
             return False
@@ -190,7 +209,12 @@ class Reader:
         bad = epochs.bad
         if self._closed or bad <= number or epochs.ended(number) or epochs.over or self._turn.ready(0, bad):
             raise _Changed
-        epochs.timeline.between_slices(number)
+        try:
+            epochs.timeline.between_slices(number)
+        except PeerDied:
+            if epochs.bad <= number:  # since we looked: what that means is for get() to say
+                raise _Changed from None
+            raise
 
     def _take(self, raw: RawStream) -> ReadSlot | None:
         turn, words = self._turn, self._words
@@ -294,7 +318,7 @@ class Reader:
         done, backend, raw = self._turn.done + b, self._backend, slot._raw
         if stream is not None:
             crossing = self._crossing.stream(stream) if self.device.type == "cpu" else None
-            backend, raw = crossing or (backend, self.session.stream(stream, self.device))
+            backend, raw = crossing or (backend, self.session.reading_stream(stream, self.device))
         if backend.is_thread(raw):
             self._words[done] = number
         elif self._words[done] >= number:  # what a dead one left in our cell: the word cannot say when we are done

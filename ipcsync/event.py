@@ -106,9 +106,10 @@ class Event:
         """64 bytes by which ``from_ipc_handle`` opens this event in another process, as long as this one keeps it.
 
         An event not yet recorded is made on the current device. ``InvalidState`` unless it was made here with
-        ``interprocess=True``: an opened event cannot be exported again.
+        ``interprocess=True``: an opened event cannot be exported again (but a shared event's ``cuda_event()`` knows
+        the handle it came from).
         """
-        if self._opened:
+        if self._opened and self._handle is None:
             raise InvalidState("an event opened from a handle cannot be exported again: pass its handle on")
         if not self._interprocess:
             raise InvalidState("only an event made with interprocess=True has a handle")
@@ -134,6 +135,14 @@ class Event:
         made._raw = made._backend.event_open(made._device.index, handle)
         made._opened = True
         return made
+
+    @property
+    def cuda_event(self) -> int:
+        """The CUDA event's address, by torch's name for it: for C, valid while this object lives. ``InvalidState`` on
+        the CPU."""
+        if self._backend.device_type != "cuda":
+            raise InvalidState("an event on the CPU has no CUDA event")
+        return int(self._made())
 
     def _made(self) -> RawEvent:
         if self._owner != os.getpid():

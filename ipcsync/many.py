@@ -147,7 +147,7 @@ class Waiter:
 async def slots(reader: Reader, stream: Any, timeout: Timeout) -> AsyncIterator[ReadSlot]:
     """The body of ``Reader.slots_async``."""
     session = reader.session
-    complete = reader._backend.is_thread(session.stream(stream, reader.device))  # then get() waits for that too
+    complete = reader._backend.is_thread(session.reading_stream(stream, reader.device))  # then get() waits for that too
     what, polled = f"an item of {reader.channel.name!r}", reader._backend.device_writes
     while True:
         deadline = session.deadline(timeout)

@@ -25,7 +25,7 @@ from .host_waits import BUDGET
 from .ledger import LAYOUT, Block, Cell, Ledger
 from .link import Link
 from .shm import Region
-from .stream import resolve
+from .stream import resolve, resolve_any
 from .timeline import Timeline, WaitTable, verdict_error
 from .waiting import UNSET, Deadline, Timeout, Unset, wait_word
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .channel import Channel
     from .channel_reader import Reader
     from .device import Device
+    from .event import Event
     from .fields import Field
     from .many import Waiter
     from .shared_array import SharedArray
@@ -231,7 +232,12 @@ class Session:
         return self.link.call(op, body, reply, deadline)
 
     def stream(self, stream: object, device: Device) -> RawStream:
+        """The raw stream of a ``stream=`` argument that must be of `device`."""
         return resolve(stream, device, streams=self.streams)
+
+    def reading_stream(self, stream: object, device: Device) -> RawStream:
+        """That of one which reads memory of `device`: of that device, unless the caller names another one's."""
+        return resolve_any(stream, device) if stream is not None else self.stream(None, device)
 
     def admit(
         self,
@@ -257,7 +263,7 @@ class Session:
 
         if reached():
             return False
-        budget = budget_of(backend, backend.current_device() if backend.device_writes else 0)
+        budget = budget_of(backend, backend.stream_device(raw))
         return budget is None or budget.enter(
             backend.stream_key(raw),
             reached,
@@ -347,6 +353,8 @@ class Session:
             timeline = self._timelines.get(key)
             if timeline is None:
                 timeline = self._timelines[key] = self._new_timeline(info)
+            if info.handle and timeline.cuda_event is None:  # new, or closed before
+                timeline.cuda_event = self._cuda_event(info)
             return timeline
 
     def _new_timeline(self, info: wire.EventInfo) -> Timeline:
@@ -355,16 +363,22 @@ class Session:
             with backend.using(index):
                 backend.register(self.ledger.region)
             self._registered.append(backend)
-        event = backend.event_open(index, info.handle) if info.handle else None
         return Timeline(
             self,
             backend,
             info.cell,
             info.incarnation,
             info.name,
-            cuda_event=event,
             by_event=info.via == "cuda-event",
         )
+
+    def _cuda_event(self, info: wire.EventInfo) -> Event:
+        from .event import Event
+        from .shared_event import device_of
+
+        event = Event.from_ipc_handle(device_of(self, info.device), info.handle)
+        event._handle = info.handle
+        return event
 
     def map(self, file: str, *, writable: bool = True) -> Region:
         """Maps a file of the runtime directory."""

@@ -115,7 +115,7 @@ class SharedArray:
                 self._words[Head.CLAIMED] = view.version - 1  # nothing was written: the old version is as it was
                 raise
             try:
-                with current(self.backend, raw, self.device.index):
+                with current(self.backend, raw):
                     yield view
                 self._store_meta(view.meta)
                 self._timeline.record(raw)
@@ -216,7 +216,7 @@ class SharedArray:
         ``PeerFailed``: a writer died or raised in ``write``; also at the end of the block, if it did so meanwhile.
         """
         self._check()
-        raw = self.session.stream(stream, self.device)
+        raw = self.session.reading_stream(stream, self.device)
         deadline = self.session.deadline(timeout)
         self._readers.join(deadline)
         with self._readers.lane(raw, deadline) as lane:
@@ -228,7 +228,7 @@ class SharedArray:
                 start = self.control.meta_at()
                 meta = decode_meta(bytes(self.control.region.bytes[start : start + length])) if length else {}
                 view = View(raw, version, self._views(writable=False), meta)
-                with current(self.backend, raw, self.device.index):
+                with current(self.backend, raw):
                     yield view
             finally:
                 if view is not None:

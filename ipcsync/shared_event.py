@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from . import errors, wire
 from .ledger import Cell
 from .session import check_name
+from .stream import resolve_any
 from .waiting import UNSET, Deadline, Timeout, wait_word
 
 if TYPE_CHECKING:
     from .device import Device
+    from .event import Event
     from .session import Session
     from .timeline import Timeline
 
@@ -95,13 +97,14 @@ class SharedEvent:
         self, stream: object = None, *, round: int | None = None, timeout: Timeout = UNSET, block: bool = True
     ) -> None:
         """Makes `stream` wait for `round` (or a later one); without one, for the latest issued and at least the first.
+        The stream may be of any device of the event's kind; without one, it is the current one.
 
         The host waits only until the round is issued, `timeout` seconds at most (``WaitTimeout``; nothing was
         enqueued), and not at all with ``block=False`` (``WouldBlock``). On the host's own thread the stream is the
         caller. Raises ``PeerDied`` when the round will never be true.
         """
         self._check()
-        raw = self.session.stream(stream, self.device)
+        raw = resolve_any(stream, self.device, streams=self.session.streams)
         timeline = self._timeline
         timeline.wait(raw, timeline.resolve(round), self.session.deadline(timeout), block=block)
 
@@ -139,8 +142,10 @@ class SharedEvent:
         info = self.info
         return EventRef(info.namespace, info.name, info.incarnation, self._timeline.resolve(round))
 
-    def cuda_event(self, *, timeout: Timeout = UNSET) -> Any:
-        """The CUDA event itself, for torch or C; returns after a round that the recorder recorded on it as well.
+    def cuda_event(self, *, timeout: Timeout = UNSET) -> Event:
+        """The CUDA event itself, as a Layer-1 ``Event``: ``wait(stream)`` takes torch's streams, ``ipc_handle()`` are
+        the bytes for ``torch.cuda.Event.from_ipc_handle``, and ``cuda_event`` is its address for C. Returns after a
+        round that the recorder recorded on it as well.
 
         A raw event knows no death: whoever waits on it when its recorder is killed hangs.
         """
@@ -182,8 +187,7 @@ class SharedEvent:
         except (errors.PeerDied, errors.PeerFailed, errors.ResourceLost):
             pass  # condemned: nothing to drain
         self.session.detach(self.info.incarnation, timeline.quiet, deadline)
-        if timeline.cuda_event is not None:
-            timeline.backend.event_destroy(timeline.cuda_event)
+        timeline.cuda_event = None  # it goes when nobody else holds it either
 
     def _held(self) -> dict[str, Any]:
         return {

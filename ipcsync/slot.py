@@ -35,7 +35,7 @@ class Slot:
         self._using: AbstractContextManager[None] | None = None
 
     def _make_current(self, channel: Channel) -> None:
-        self._using = current(channel.backend, self._raw, channel.index)
+        self._using = current(channel.backend, self._raw)
         self._using.__enter__()
 
     def _leave_current(self) -> None:
@@ -189,9 +189,9 @@ class ReadSlot(Slot):
             self._reader._settle()
 
 
-def current(backend: Backend, raw: RawStream, device: int) -> AbstractContextManager[None]:
+def current(backend: Backend, raw: RawStream) -> AbstractContextManager[None]:
     """CuPy's current stream is the turn's for a block, so that what the block computes is in order with the turn."""
-    return backend.using_stream(raw, device) if backend.device_writes else nullcontext()
+    return backend.using_stream(raw, backend.stream_device(raw)) if backend.device_writes else nullcontext()
 
 
 def encode_meta(meta: dict[str, Any], room: int, name: str) -> bytes:

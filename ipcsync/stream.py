@@ -165,6 +165,19 @@ def resolve(stream: object, device: Device, *, streams: str | None = None) -> Ra
     return raw
 
 
+def resolve_any(stream: object, device: Device, *, streams: str | None = None) -> RawStream:
+    """Like :func:`resolve` for what streams of every device of this kind may wait for. None is the current stream
+    here, as torch has it: the innermost of ours, else that of the current device."""
+    if isinstance(stream, Stream) and stream.device == device:
+        return stream._raw
+    if stream is not None:
+        return locate(stream, device.type)[0]
+    for ours, _ in reversed(_thread.stack):
+        if ours.device.type == device.type:
+            return ours._raw
+    return resolve(None, Device(device.type, select.backend(device).current_device()), streams=streams)
+
+
 def locate(stream: object, kind: str) -> tuple[RawStream, Device]:
     """Like :func:`resolve` for any device of this kind: the raw stream and where it is."""
     backend = select.backend(kind)

@@ -29,6 +29,7 @@ from .waiting import Deadline, wait_word
 
 if TYPE_CHECKING:
     from .backends.base import Backend, RawStream
+    from .event import Event
     from .session import Session
 
 
@@ -114,7 +115,7 @@ class WaitTable:
 
 
 class Timeline:
-    """The rounds of one incarnation. Thread-safe. `cuda_event` is the backend's event, recorded too when asked for."""
+    """The rounds of one incarnation. Thread-safe. `cuda_event` is the CUDA event, recorded too when asked for."""
 
     def __init__(
         self,
@@ -124,11 +125,11 @@ class Timeline:
         incarnation: int,
         name: str,
         *,
-        cuda_event: Any = None,
         by_event: bool = False,
     ) -> None:
         self.session, self.backend, self.cell, self.incarnation, self.name = session, backend, cell, incarnation, name
-        self.cuda_event, self.by_event = cuda_event, by_event
+        self.cuda_event: Event | None = None
+        self.by_event = by_event
         self.region = session.ledger.region
         self.at = at = session.ledger.cell(cell)
         self._words = session.ledger.words
@@ -251,8 +252,9 @@ class Timeline:
                 self.backend.write(raw, self.region, self._word, round, verdict=self._verdict, failed=self._failed)
             if failpoints.ARMED:
                 failpoints.hit("record.written")
-            if words[self._flags] & Cell.MIRROR and self.cuda_event is not None:
-                self.backend.event_record(self.cuda_event, raw)
+            event = self.cuda_event
+            if words[self._flags] & Cell.MIRROR and event is not None:
+                self.backend.event_record(event._raw, raw)
                 words[self.at + Cell.CUDA_ROUND] = round
             self._last_stream = key
             words[self._issued] = round  # ... and say so
@@ -275,8 +277,9 @@ class Timeline:
         """Puts the wait on the stream, within the wait budget."""
         session, backend, index = self.session, self.backend, self._word
         if session.admit(backend, raw, self.region, index, round, deadline, self.name, block=block):
-            if self.by_event:
-                backend.event_wait(self.cuda_event, raw)
+            event = self.cuda_event
+            if self.by_event and event is not None:
+                backend.event_wait(event._raw, raw)
             else:
                 backend.wait(raw, self.region, index, round)
             if len(self._passing) > 64:  # streams come and go

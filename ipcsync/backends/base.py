@@ -85,6 +85,10 @@ class Backend(ABC):
     def using_stream(self, raw: RawStream, device: int) -> AbstractContextManager[None]:
         """Makes the stream the framework's current one for the block (CuPy's; nothing on the host)."""
 
+    def stream_device(self, raw: RawStream) -> int:
+        """The ordinal of the device whose work the stream is; 0 on the host."""
+        return 0
+
     @abstractmethod
     def stream_key(self, raw: RawStream) -> Hashable:
         """Equal for equal streams: the thread's identity where the stream is the calling thread."""
@@ -172,7 +176,8 @@ class Backend(ABC):
         return lambda: True
 
     def blocked_limit(self, device: int) -> int | None:
-        """How many streams of this process may be blocked on words at once (hardware queues - 1); None: no limit."""
+        """How many streams of this process may be blocked on words at once: its hardware queues, less a reserve
+        (docs/decisions/0017). None: no limit."""
         return None
 
     # -- memory

@@ -18,6 +18,7 @@ from ..errors import (
     CaptureUnsupported,
     HandleInvalid,
     InvalidState,
+    IpcSyncError,
     NotExportable,
     QuotaExceeded,
     Unsupported,
@@ -85,7 +86,7 @@ class CudaBackend(Backend):
         self._streams = cuda_streams.Streams(self._driver, self._devices)
         self._memories = cuda_memory.Memories(self._driver, self._devices, self._end)
         self._handles: dict[int, Any] = {}  # by raw stream
-        self._pending = Pending()
+        self._pending = Pending(self._finished)
         self._registered: dict[int, _Registration] = {}  # by address
         self._refused: dict[int, str] = {}  # by device: why memory operations do not work
         self._prober = cuda_probe.Prober(self._driver, self._devices)
@@ -116,7 +117,7 @@ class CudaBackend(Backend):
         """Non-blocking, as torch's are: the null stream does not wait for it. CUDA clamps the priority."""
         with self.using(device):
             made = check(self._driver.cuStreamCreateWithPriority(1, priority), "cuStreamCreateWithPriority")
-        return cuda_streams.KeptStream(int(made), cuda_streams.OwnStream(self._driver, made))
+        return cuda_streams.KeptStream(int(made), cuda_streams.OwnStream(self._driver, made), device)
 
     def drop_stream(self, raw: int) -> None:
         """Nothing: it goes when the last slot, timeline or budget that keeps its raw value lets go."""
@@ -139,6 +140,10 @@ class CudaBackend(Backend):
 
     def using_stream(self, raw: int, device: int) -> AbstractContextManager[None]:
         return self._streams.as_current(raw, device)
+
+    def stream_device(self, raw: int) -> int:
+        device = getattr(raw, "device", None)
+        return self._streams.device_of(int(raw)) if device is None else device
 
     def stream_key(self, raw: int) -> Hashable:
         return raw if raw.__class__ is not DefaultStream else cuda_streams.key(raw)
@@ -219,6 +224,8 @@ class CudaBackend(Backend):
         stream = self._handles.get(raw) or self._handle(raw)
         self._not_capturing(stream)
         self._must(self._on(raw, self._wait_event, stream, event.handle, 0), "cuStreamWaitEvent")
+        if event.interprocess:  # who records it may be another process, or dead
+            self._pending.add_event(event)
 
     def event_query(self, event: CudaEvent) -> bool:
         (status,) = self._driver.cuEventQuery(event.handle)
@@ -261,6 +268,7 @@ class CudaBackend(Backend):
 
     def event_destroy(self, event: CudaEvent) -> None:
         def work() -> None:
+            self._pending.forget_event(event)
             with self.using(event.device):
                 self._driver.cuEventDestroy(event.handle)
 
@@ -271,8 +279,11 @@ class CudaBackend(Backend):
             work()
 
     def _finished(self, event: CudaEvent) -> bool:
-        with self.using(event.device):
-            return bool(self._driver.cuEventQuery(event.handle)[0] != NOT_READY)
+        try:
+            with self.using(event.device):
+                return bool(self._driver.cuEventQuery(event.handle)[0] != NOT_READY)
+        except IpcSyncError:
+            return True  # the context is lost: nothing runs any more
 
     def _must(self, status: Any, call: str) -> None:
         if status:
@@ -383,9 +394,9 @@ class CudaBackend(Backend):
         return Passed(self, raw)
 
     def blocked_limit(self, device: int) -> int:
-        """Hardware queues, less a reserve. A stream with new work takes an idle queue, but shares one when none is
-        idle, and may then stand behind a blocked stream for as long as that waits. So C - 1 blocked streams harm
-        nobody only while the others run one at a time (seen, docs/gpu-verification.md): a quarter stays free."""
+        """Hardware queues, less a quarter (docs/decisions/0017). A stream with new work takes an idle queue, but shares
+        one when none is idle, and may then stand behind a blocked stream for as long as that waits: with C - 1 blocked,
+        one at a time goes on and two at once may not."""
         queues = self._queues.get(device)
         if queues is None:
             with self._lock:

@@ -1,9 +1,10 @@
-"""What streams were given and may not have passed yet: the words they wait for, and whether they are through."""
+"""What streams were given and may not have passed yet: what they wait for, and whether they are through."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..errors import CaptureUnsupported, DeviceLost
@@ -15,11 +16,25 @@ _PRUNE = 64
 
 
 class Pending:
-    """The words that streams were made to wait for, until they are seen reached."""
+    """The words and interprocess events that streams were made to wait for, until they are seen reached.
 
-    def __init__(self) -> None:
+    `finished` asks CUDA about an event. One that another process records anew counts again: that is too long, never
+    too short.
+    """
+
+    def __init__(self, finished: Callable[[CudaEvent], bool]) -> None:
+        self._finished = finished
         self._waits: deque[tuple[memoryview, int, int]] = deque()
+        self._events: set[CudaEvent] = set()
         self._lock = threading.Lock()
+
+    def add_event(self, event: CudaEvent) -> None:
+        self._events.add(event)
+
+    def forget_event(self, event: CudaEvent) -> None:
+        """It is about to be destroyed: it must not be asked about after that."""
+        with self._lock:
+            self._events.discard(event)
 
     def add(self, words: memoryview, index: int, value: int) -> None:
         self._waits.append((words, index, value))
@@ -34,7 +49,12 @@ class Pending:
                 wait = waits.popleft()
                 if not _reached(wait):
                     waits.append(wait)
-            return not waits
+            for event in tuple(self._events):
+                # Taken out first: who adds it while it is asked about waits for a later record.
+                self._events.discard(event)
+                if not self._finished(event):
+                    self._events.add(event)
+            return not waits and not self._events
 
 
 def _reached(wait: tuple[memoryview, int, int]) -> bool:
@@ -65,7 +85,8 @@ class Passed:
             elif backend.stream_query(self._raw):
                 self._done = True
             else:
-                mark = backend.event_create(0, timing=False, blocking=False, interprocess=False)
+                where = backend.stream_device(self._raw)
+                mark = backend.event_create(where, timing=False, blocking=False, interprocess=False)
                 backend.event_record(mark, self._raw)
                 self._mark = mark
         except DeviceLost:

@@ -36,10 +36,11 @@ class KeptStream(int):
     """
 
     owner: object
+    device: int
 
-    def __new__(cls, pointer: int, owner: object) -> KeptStream:
+    def __new__(cls, pointer: int, owner: object, device: int) -> KeptStream:
         made = super().__new__(cls, pointer)
-        made.owner = owner
+        made.owner, made.device = owner, device
         return made
 
 
@@ -67,7 +68,7 @@ class Streams:
         self._defaults: dict[tuple[int, int], DefaultStream] = {}
 
     def raw(self, pointer: int, device: int, owner: object) -> int:
-        return KeptStream(pointer, owner) if pointer > PER_THREAD else self.default(pointer, device)
+        return KeptStream(pointer, owner, device) if pointer > PER_THREAD else self.default(pointer, device)
 
     def default(self, pointer: int, device: int) -> DefaultStream:
         made = self._defaults.get((pointer, device))
@@ -110,10 +111,11 @@ class Streams:
         if pointer < 0:
             raise InvalidArgument(f"{pointer} is no stream's address")
         if device < 0:
-            device = self._device_of(pointer)
+            device = self.device_of(pointer)
         return self.raw(pointer, device, owner), device
 
-    def _device_of(self, pointer: int) -> int:
+    def device_of(self, pointer: int) -> int:
+        """The device of a bare pointer: the current one for the default streams."""
         if pointer <= PER_THREAD:
             return self._devices.current()
         if self._devices.count == 1:

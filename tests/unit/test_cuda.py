@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,13 @@ import pytest
 
 from ipcsync import errors
 from ipcsync.backends import cuda_driver, cuda_memory, cuda_probe
-from ipcsync.backends.cuda import CudaBackend
+from ipcsync.backends.cuda import CudaBackend, CudaEvent
 from ipcsync.backends.cuda_pending import Passed, Pending
 from ipcsync.backends.cuda_streams import DefaultStream, KeptStream, key
 from ipcsync.backends.cuda_teardown import Quarantine
+from ipcsync.session import Session
+from ipcsync.shm import Region
+from ipcsync.waiting import Deadline
 
 from ..harness import Gate, wait_until
 
@@ -119,7 +123,7 @@ def test_tear_down_waits_until_it_is_ready_and_errors_end_it() -> None:
 
 
 def test_tear_down_is_put_off_while_a_stream_waits() -> None:
-    words, pending = memoryview(bytearray(64)).cast("Q"), Pending()
+    words, pending = memoryview(bytearray(64)).cast("Q"), Pending(lambda event: True)
     assert pending.none()
     for value in range(1, 101):
         pending.add(words, 0, value)
@@ -133,6 +137,45 @@ def test_tear_down_is_put_off_while_a_stream_waits() -> None:
     assert pending.none()
 
 
+def test_tear_down_is_put_off_while_a_stream_waits_for_another_processs_event() -> None:
+    done: set[object] = set()
+    first, second, gone = (CudaEvent(n, 0, interprocess=True, opened=True) for n in (1, 2, 3))
+    pending = Pending(done.__contains__)
+    for event in (first, second, first, gone):
+        pending.add_event(event)
+    assert not pending.none()
+    pending.forget_event(gone)  # destroyed: it may not be asked about
+    done.add(first)
+    assert not pending.none()
+    done.add(second)
+    assert pending.none()
+    done.clear()
+    assert pending.none(), "what was seen over is asked about no more"
+    pending.add_event(first)
+    assert not pending.none(), "but a new wait is"
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_wait_is_in_the_budget_of_its_streams_device(runtime: Path, device: int) -> None:
+    """Whatever device is current: with two GPUs the queues are those of the one whose stream is blocked."""
+    backend: Any = CudaBackend.__new__(CudaBackend)
+    asked: list[int] = []
+    backend.blocked_limit = lambda index: asked.append(index) or 1
+    backend.current_device = lambda: 1 - device
+    region = Region.create(runtime / "page", 4096)
+    region.path.unlink()
+    session: Any = SimpleNamespace(check=lambda: None, ledger=SimpleNamespace(region=None))
+    raw = KeptStream(4096, object(), device)
+    assert Session.admit(session, backend, raw, region, 0, 1, Deadline(0.0), "frame")
+    assert asked == [device]
+    with pytest.warns(RuntimeWarning, match="wait budget"), pytest.raises(errors.WaitTimeout, match="wait budget"):
+        Session.admit(session, backend, KeptStream(8192, object(), device), region, 0, 1, Deadline(0.0), "frame")
+    asked.clear()
+    assert Session.admit(session, backend, DefaultStream(1, 1 - device), region, 0, 1, Deadline(0.0), "frame")
+    assert asked == [1 - device]
+    region.close()
+
+
 class _Stream:
     """A backend of one stream, which is destroyed at the end of a test: it must not be looked at then."""
 
@@ -143,7 +186,11 @@ class _Stream:
         assert raw, "looked at a stream that is gone"
         return not self.busy
 
-    def event_create(self, *_: object, **__: object) -> object:
+    def stream_device(self, raw: KeptStream) -> int:
+        return raw.device
+
+    def event_create(self, device: int, **_: object) -> object:
+        assert device == 1, "a mark is recorded on a stream of its own device"
         self.marks += 1
         return object()
 
@@ -158,9 +205,9 @@ class _Stream:
 
 def test_whether_a_stream_is_through_is_looked_at_late_but_for_a_bare_pointer() -> None:
     stream: Any = _Stream()
-    kept = Passed(stream, KeptStream(4096, object()))
+    kept = Passed(stream, KeptStream(4096, object(), 1))
     assert stream.marks == 0
-    bare = Passed(stream, KeptStream(4096, 4096))
+    bare = Passed(stream, KeptStream(4096, 4096, 1))
     assert stream.marks == 1
     assert not kept()
     assert not bare()

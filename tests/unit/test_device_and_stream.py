@@ -14,7 +14,7 @@ from ipcsync import Device, Event, Stream, errors
 from ipcsync.backends import select
 from ipcsync.backends.host import HostBackend
 from ipcsync.device import as_device
-from ipcsync.stream import locate, resolve
+from ipcsync.stream import locate, resolve, resolve_any
 
 
 class TwoDevices(HostBackend):
@@ -211,6 +211,25 @@ def test_the_innermost_stream_of_that_device_is_current(cuda: TwoDevices) -> Non
     assert resolve(None, Device("cuda", 1)) == "current of 1"
     cuda.current = 1
     assert locate(None, "cuda") == ("current of 1", Device("cuda", 1))
+
+
+def test_what_waits_or_reads_may_be_on_any_device_of_the_kind(cuda: TwoDevices) -> None:
+    here, one = Device("cuda", 0), Stream("cuda:1")
+    zero = Stream("cuda:0")
+    assert resolve_any(zero, here) is zero._raw
+    assert resolve_any(one, here) is one._raw
+    assert resolve_any(5, here) == "pointer 5"
+    assert resolve_any(None, here) == "current of 0"
+    cuda.current = 1
+    assert resolve_any(None, here) == "current of 1", "as torch has it: the current device's"
+    cuda.theirs = {"torch": "t", "cupy": "c"}
+    assert resolve_any(None, here, streams="torch") == "t"
+    with one:
+        assert resolve_any(None, here) is one._raw
+    assert resolve_any(None, Device("cpu")) is None
+    for wrong in (Stream("cpu"), "stream"):
+        with pytest.raises((errors.WrongDevice, errors.InvalidArgument)):
+            resolve_any(wrong, here)
 
 
 def test_frameworks_that_differ_are_ambiguous_unless_one_was_named(cuda: TwoDevices) -> None:
