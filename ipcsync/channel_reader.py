@@ -153,6 +153,7 @@ class Reader:
 
     def arrived(self, *, complete: bool) -> bool:
         """`ready`, and with `complete` that the item is complete as well. Looks for the writer's death."""
+        self._follow()
         epochs, bad = self._epochs, self._epochs.bad
         number = min(epochs.issued, bad - 1) if self.policy == "latest" else self._turn.next
         if not self.ready():

@@ -13,7 +13,7 @@ import ipcsync
 from ipcsync import Reader, Session
 from ipcsync.errors import InvalidArgument, PeerDied, WaitTimeout
 
-from ..harness import Child, Peer
+from ..harness import Child, Peer, wait_until
 from .cases import Case, case  # noqa: F401
 from .test_channels import SHAPE, fail_after, hang_in_slot, same, write_items
 
@@ -65,6 +65,24 @@ def test_select_sees_a_writers_death(case: Case, session: Session, spawn: Spawn)
         with pytest.raises(PeerDied):
             reader.get()
         killer.join()
+
+
+def test_select_waits_for_the_next_writers_items(case: Case, session: Session, spawn: Spawn) -> None:
+    """A reader that waits for whoever takes over is not ready when somebody did, but when that one wrote something."""
+    channel = session.create_channel("frames", shape=SHAPE, dtype="int32", device=case.device)
+    with channel.reader(on_writer_death="wait") as reader:
+        victim = spawn(hang_in_slot, 0)
+        victim.recv()
+        victim.kill()
+        wait_until(lambda: reader._epochs.bad == 1, "the verdict")
+        assert session.select([reader], timeout=0.05) == []
+        with channel.writer() as writer:
+            assert session.select([reader], timeout=0.05) == []
+            with writer.slot() as slot:
+                slot.array[...] = 1
+            assert session.select([reader]) == [reader]
+            with reader.get(timeout=0) as slot:
+                assert slot.number == 1
 
 
 async def ticks(stop: asyncio.Event) -> int:
