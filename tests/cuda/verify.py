@@ -1,0 +1,177 @@
+"""A bounded run of everything that needs a GPU, as one command: ``python -m tests.cuda.verify [--mps]``.
+
+Without MPS, pytest runs once. With ``--mps``, each xdist worker has an MPS server of its own, and every test that kills
+a process is run alone, with a server of its own, since a client that dies with a kernel running takes the others of its
+server along. The log (``--log FILE``) has a line for each test, written as it ends, so that it is worth reading even if
+the run was broken off. docs/gpu-verification.md says how it is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+_MORE = ("test_pipeline_photos.py", "test_torch.py", "test_docs.py")
+PATHS = ("tests/cuda", "tests/conformance", "tests/faults", *(f"tests/integration/{name}" for name in _MORE))
+#: Less of what only takes long; what the environment says already stays.
+SHORT = {"IPCSYNC_ROUNDS": "200", "IPCSYNC_CYCLES": "2000", "IPCSYNC_JOINS": "8", "IPCSYNC_FAULT_GIB": "1"}
+LONG = {"IPCSYNC_ROUNDS": "1000", "IPCSYNC_CYCLES": "25000"}
+
+
+def main() -> int:
+    options = _options()
+    end = time.time() + options.seconds
+    for name, value in (LONG if options.long else SHORT).items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("IPCSYNC_REQUIRE_CUDA", "1")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # as for workers: tests hold streams by words
+    os.environ.setdefault("CUPY_ACCELERATORS", "")  # or each reduction of each type is compiled for seconds
+    os.environ["IPCSYNC_TEST_UNTIL"] = str(end - 10)
+    options.log.parent.mkdir(parents=True, exist_ok=True)
+    os.environ["IPCSYNC_TEST_LOG"] = str(options.log)
+    options.log.write_text("")
+    subprocess.run([sys.executable, "-m", "tests.cuda.warm"], check=False)
+    marks = f"cuda and ({options.marks})"
+    if not options.mps:
+        return _pytest(end, "-n", str(options.workers), "-m", marks, *_arguments(options))
+    with Servers(options.workers) as servers:
+        if not servers.directories:
+            print("no MPS server could be started")
+            return 1
+        os.environ["IPCSYNC_TEST_MPS"] = ":".join(servers.directories)
+        status = _pytest(end, "-n", str(options.workers), "-m", f"{marks} and not kills", *_arguments(options))
+        return _alone(servers, end, marks, options) or status
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--mps", action="store_true", help="under MPS, with servers of this run's own")
+    parser.add_argument("--seconds", type=float, default=235, help="after which it ends (235)")
+    parser.add_argument("-n", dest="workers", type=int, default=8, help="tests at once (8)")
+    parser.add_argument("--long", action="store_true", help="every count as large as it was first shown with")
+    parser.add_argument("--log", type=Path, default=Path(os.environ.get("OUT", "/tmp")) / "ipcsync-gpu.log")
+    parser.add_argument("-m", dest="marks", default="not cuda2", help='which of the cuda tests ("not cuda2")')
+    parser.add_argument("paths", nargs="*", default=PATHS, help="which tests (all)")
+    return parser.parse_args()
+
+
+def _arguments(options: argparse.Namespace) -> list[str]:
+    return ["--maxschedchunk=2", "--durations=25", "--tb=short", f"--junitxml={options.log.with_suffix('.xml')}",
+            *options.paths]  # fmt: skip
+
+
+def _command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "pytest", "-q", "-p", "tests.cuda.plugin", "-p", "no:cacheprovider", *arguments]
+
+
+def _pytest(end: float, *arguments: str) -> int:
+    """Ended by SIGINT at the end of the time, so that pytest still says what it knows."""
+    process = subprocess.Popen(_command(*arguments))
+    try:
+        return process.wait(max(1.0, end - time.time()))
+    except subprocess.TimeoutExpired:
+        process.send_signal(2)
+        try:
+            return process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
+
+
+# -- MPS
+
+
+class Servers:
+    """MPS control daemons with directories of their own, so that no client shares a server with another worker's."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._root = Path(tempfile.mkdtemp(prefix="mps-", dir="/tmp"))  # a short path: it holds sockets
+        self.directories: list[str] = []  # of those that clients reach
+
+    def start(self, name: str) -> str | None:
+        """The pipe directory of a new daemon that a client was seen to reach; None if none came up."""
+        where = self._root / name
+        where.mkdir(exist_ok=True)
+        env = self._env(where)
+        try:
+            subprocess.run(["nvidia-cuda-mps-control", "-d"], env=env, check=True, timeout=20)
+            probe = [sys.executable, "-m", "ipcsync.doctor_probe", "cuda.device", "0"]
+            said = subprocess.run(probe, env=env, capture_output=True, text=True, timeout=30, check=False)
+        except (OSError, subprocess.SubprocessError) as error:
+            print(f"MPS server {name}: {error}")
+            return None
+        if "MPS is on" in said.stdout:
+            return str(where)
+        print(f"MPS server {name}: {said.stdout.strip() or said.stderr.strip()[-300:]}")
+        self.stop(str(where))
+        return None
+
+    def stop(self, directory: str) -> None:
+        try:
+            subprocess.run(["nvidia-cuda-mps-control"], input="quit -t 2\n", text=True, env=self._env(Path(directory)),
+                           capture_output=True, timeout=10, check=False)  # fmt: skip
+        except subprocess.TimeoutExpired:
+            pass  # it ends with this machine
+
+    @staticmethod
+    def _env(where: Path) -> dict[str, str]:
+        return {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": str(where), "CUDA_MPS_LOG_DIRECTORY": str(where)}
+
+    def __enter__(self) -> Servers:
+        with ThreadPoolExecutor(self._count) as pool:
+            found = list(pool.map(self.start, [f"gw{n}" for n in range(self._count)]))
+        self.directories = [directory for directory in found if directory is not None]
+        print(f"{len(self.directories)} of {self._count} MPS servers", flush=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with ThreadPoolExecutor(self._count) as pool:
+            list(pool.map(self.stop, self.directories))
+        shutil.rmtree(self._root, ignore_errors=True)
+
+
+def _alone(servers: Servers, end: float, marks: str, options: argparse.Namespace) -> int:
+    """The tests that kill, each in a pytest of its own with a server of its own, several of them at once."""
+    command = _command("--collect-only", "-m", f"{marks} and kills", *options.paths)
+    listed = subprocess.run(command, capture_output=True, text=True, check=False)
+    names = [line for line in listed.stdout.splitlines() if re.match(r"\S+\.py::", line)]
+    print(f"{len(names)} tests that kill, each with a server of its own", flush=True)
+
+    def run(at: int) -> tuple[str, int, str]:
+        if time.time() > end - 15:
+            return names[at], 5, "not run: the time was up"
+        directory = servers.start(f"k{at}")
+        if directory is None:
+            return names[at], 1, "no MPS server"
+        try:
+            done = subprocess.run(
+                _command("--tb=short", names[at]), capture_output=True, text=True, check=False,
+                env={**os.environ, "IPCSYNC_TEST_MPS": directory}, timeout=max(5.0, end - time.time()),
+            )  # fmt: skip
+            return names[at], done.returncode, done.stdout
+        except subprocess.TimeoutExpired:
+            return names[at], 1, "did not end in time"
+        finally:
+            servers.stop(directory)
+
+    with ThreadPoolExecutor(options.workers) as pool:
+        done = list(pool.map(run, range(len(names))))
+    bad = [(name, said) for name, status, said in done if status not in (0, 5)]
+    for name, said in bad:
+        print(f"--- {name}\n{said[-3000:]}")
+    missed = sum(status == 5 for _, status, _ in done)
+    print(f"alone: {len(done) - len(bad) - missed} passed, {len(bad)} failed, {missed} not run for want of time")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
