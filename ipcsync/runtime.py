@@ -121,12 +121,13 @@ def broker_pid(directory: Path) -> int | None:
     except FileNotFoundError:
         return None
     try:
-        return _holder(fd)
+        return lock_holder(fd)
     finally:
         os.close(fd)
 
 
-def _holder(fd: int) -> int | None:
+def lock_holder(fd: int) -> int | None:
+    """Pid of whoever holds a lock on the open file, 0 if it is in another pid namespace; None when nobody does."""
     asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, asked))
     return None if kind == fcntl.F_UNLCK else max(pid, 0)
@@ -154,7 +155,7 @@ class Lock:
             try:
                 fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                pid = _holder(fd)
+                pid = lock_holder(fd)
                 os.close(fd)
                 if error.errno not in (errno.EAGAIN, errno.EACCES):
                     raise

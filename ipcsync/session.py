@@ -23,6 +23,7 @@ from . import __version__, condemn, config, errors, failpoints, linux, runtime, 
 from .budget import budget_of
 from .host_waits import BUDGET
 from .ledger import LAYOUT, Block, Cell, Ledger
+from .life import LifeFile, seen
 from .link import Link
 from .shm import Region
 from .stream import resolve, resolve_any
@@ -32,6 +33,7 @@ from .waiting import UNSET, Deadline, Timeout, Unset, wait_word
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from .announcements import Announcements, Watch
     from .backends.base import Backend, RawStream
     from .channel import Channel
     from .channel_reader import Reader
@@ -140,12 +142,15 @@ class Session:
         self._memories = 0
         self._closed = False
         self._closer = 0  # the thread that closes: it alone may still wait
+        self._life: LifeFile | None = None
         self.link = Link(directory, self._hello, self._greeted, self._lost)
         self.link.start()
         try:
             self.ledger = self._greet(deadline)
         except BaseException:
             self.link.stop()
+            if self._life is not None:
+                self._life.remove()
             raise
         self._words = self.ledger.words
         self._at = self.ledger.block(self.block)
@@ -167,6 +172,8 @@ class Session:
     # -- the greeting (the I/O thread)
 
     def _hello(self) -> wire.Hello:
+        if self._life is None and not seen(self.runtime):
+            self._life = LifeFile(self.runtime)  # the broker cannot see our process end: it looks at this file's lock
         return wire.Hello(
             protocol_min=wire.PROTOCOL_MIN,
             protocol_max=wire.PROTOCOL_MAX,
@@ -180,6 +187,7 @@ class Session:
             pid_namespace=linux.pid_namespace(),
             uid=os.getuid(),
             session=self.number,
+            lock=self._life.name if self._life is not None else "",
             held=[held for thing in list(self._adopted.values()) if (held := thing._held()) is not None],
         )
 
@@ -466,6 +474,49 @@ class Session:
 
         return Waiter()
 
+    # -- what the broker announces
+
+    @cached_property
+    def _announcements(self) -> Announcements:
+        from .announcements import Announcements
+
+        self.check()
+        return Announcements(self)
+
+    def watch(self, pattern: str, *, timeout: Timeout = UNSET) -> Watch:
+        """Names of events, channels and arrays like `pattern` (``*``, ``?``, ``[...]``), there now or appearing later::
+
+            for kind, name in session.watch("requests.*", timeout=None):
+                serve(session.open_channel(name))
+
+        An iterator for ``for`` and ``async for``, and a context manager. `timeout`: seconds for each next name, else
+        ``WaitTimeout``. A name that was created anew comes again.
+        """
+        return self._announcements.watch(pattern, timeout)
+
+    def on_peer_died(self, callback: Callable[[errors.PeerDied], object]) -> Callable[[], None]:
+        """Calls ``callback(error)`` when a session of this namespace died, or was stopped for longer than its lease;
+        `error` has its ``session`` name and ``pid``. Returns a call that ends it.
+
+        It runs on a thread of the session's own: be brief. Deaths that the broker tells while announcements are lost
+        (it was restarted, or this process stood still) are not called; who waits for the dead is told in any case.
+        """
+        return self._announcements.on_peer_died(callback)
+
+    def stats(self) -> dict[str, int]:
+        """Counts of this session: ``open`` handles, device ``waits`` outstanding, long host waits that ``came``,
+        ``timed_out`` or ``ended`` otherwise, ``condemned`` device waits, and ``announcement_gaps``."""
+        from .host_waits import OUTCOMES
+
+        words, at = self._words, self._at
+        return {
+            "open": len(self._adopted),
+            "waits": sum(1 for _ in self.ledger.waits(self.block)),
+            **{name: words[at + Block.COUNTS + i] for i, name in OUTCOMES.items()},
+            "condemned": self.taint,
+            "announcement_gaps": words[at + Block.GAPS],
+        }
+
     # -- channels and arrays
 
     def create_channel(self, name: str, **options: Any) -> Channel:
@@ -529,6 +580,8 @@ class Session:
         finally:
             self._closer = 0
             self._adopted.clear()
+            if "_announcements" in self.__dict__:
+                self._announcements.stop()
             self.link.stop()
 
     def _end(self, deadline: Deadline) -> None:
@@ -548,6 +601,8 @@ class Session:
         if not self.waits.outstanding():
             for backend in self._registered:
                 backend.unregister(self.ledger.region)
+            if self._life is not None:
+                self._life.remove()
 
     def __enter__(self) -> Session:
         return self

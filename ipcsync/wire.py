@@ -151,6 +151,9 @@ class Hello(Struct):
     pid_namespace: Count
     uid: Count
     session: Count = 0  # after a reconnect: the number it had
+    lock: Annotated[str, Meta(pattern=r"^(life-[0-9a-f]{32})?$")] = (
+        ""  # file that the process holds locked, see life.py
+    )
     held: list[dict[str, Any]] = []  # after a reconnect: what it has open (kind, name, incarnation, cell, pen)
 
 

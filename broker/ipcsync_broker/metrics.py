@@ -98,10 +98,12 @@ def _sessions(seen: Mapping[str, Any]) -> Iterator[Metric]:
 
     by_state = Counter({"live": 0, "dying": 0})
     waits: defaultdict[tuple[str, str, str], int] = defaultdict(int)
+    missed: Counter[tuple[str, str]] = Counter()
     for told in seen["sessions"]:
         by_state["stopped" if told["process"] == "stopped" else told["state"]] += 1
         for outcome, count in told.get("long_waits", {}).items():
             waits[told["namespace"], told["name"], outcome] += count
+        missed[told["namespace"], told["name"]] += told.get("announcement_gaps", 0)
     sessions = GaugeMetricFamily("ipcsync_sessions", "Sessions by their state", labels=["state"])
     for state, count in sorted(by_state.items()):
         sessions.add_metric([state], count)
@@ -114,6 +116,14 @@ def _sessions(seen: Mapping[str, Any]) -> Iterator[Metric]:
     for labels, count in sorted(waits.items()):
         ended.add_metric(list(labels), count)
     yield ended
+    gaps = CounterMetricFamily(
+        "ipcsync_announcement_gaps",
+        "How often a subscription of a session missed announcements",
+        labels=["namespace", "session"],
+    )
+    for who, count in sorted(missed.items()):
+        gaps.add_metric(list(who), count)
+    yield gaps
 
 
 def _things(seen: Mapping[str, Any]) -> Iterator[Metric]:

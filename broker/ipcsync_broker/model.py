@@ -29,6 +29,7 @@ class Session(Struct, kw_only=True):
     start: int
     uid: int
     pid_namespace: int
+    lock: str = ""  # file of the runtime directory that its process holds locked; where its pid means nothing
     state: Literal["live", "left", "dying", "gone"] = "live"
     # left: it said goodbye, but device work of its may still be under way; gone never stays in the tables
     leased_out: bool = False
@@ -406,6 +407,10 @@ class Facts(Protocol):
 
     def waiting(self, block: int) -> bool:
         """The session has device waits outstanding."""
+        ...
+
+    def holder(self, lock: str) -> int | None:
+        """Pid of the process that holds a session's file locked, 0 if that cannot be told; None: it is gone."""
         ...
 
     def process(self, pid: int) -> tuple[str, int, int] | None:

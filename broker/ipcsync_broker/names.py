@@ -71,7 +71,8 @@ def _new(state: State, call: Call, kind: wire.Kind, name: str, device: str, via:
 
 def _create(state: State, call: Call, thing: Thing, exist_ok: bool, *, build: bool) -> Struct | None:
     key = (thing.namespace, thing.name)
-    if key in state.building and exist_ok:
+    under_way = state.building.get(key)
+    if under_way is not None and (exist_ok or _asked_again(call, under_way)):
         state.park(
             key,
             call,
@@ -79,7 +80,7 @@ def _create(state: State, call: Call, thing: Thing, exist_ok: bool, *, build: bo
             lambda: errors.NotFound(f"{thing.name!r} was still being created", name=thing.name),
         )
         return None
-    existing = state.building.get(key) or _named(state, key)
+    existing = under_way or _named(state, key)
     if existing is not None:
         return _exists(state, call, thing, existing, exist_ok)
     _check_quotas(state, call.session, thing)
@@ -130,8 +131,13 @@ def description(thing: Thing) -> dict[str, object]:
     return {"kind": thing.kind, **msgspec.to_builtins(thing.event_info(), builtin_types=(bytes,))}
 
 
+def _asked_again(call: Call, thing: Thing) -> bool:
+    """The very request that made it: what answers it counts once."""
+    return (thing.creator, thing.request) == (call.session.number, call.id)
+
+
 def _exists(state: State, call: Call, wanted: Thing, existing: Thing, exist_ok: bool) -> Struct:
-    if (existing.creator, existing.request) == (call.session.number, call.id) and existing.named:
+    if _asked_again(call, existing) and existing.named:
         _attach(state, call.session, existing)
         return existing.info()  # asked again: the broker that made it did not live to answer
     if not exist_ok:

@@ -74,7 +74,7 @@ def recover(state: State, lost: set[int]) -> None:
             pens.condemn_all(state, session, Cell.DIED)
         elif session.state == "live" and state.facts.dying(session.block):
             sessions.die(state, session)
-        if session.pid_namespace == state.pid_namespace:
+        if session.pid_namespace == state.pid_namespace:  # others: their files are looked at each tick
             found = state.facts.process(session.pid)
             if found is None or found[1] != session.start:
                 state.out.append(Next(Gone(session.number)))

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ipcsync import condemn, errors, failpoints, linux, ring, wire
+from ipcsync import condemn, errors, failpoints, life, linux, ring, wire
 from ipcsync.backends import host_events
 from ipcsync.ledger import BLOCK_WORDS, FOREVER, Block, Cell, Header, Ledger
 
@@ -122,6 +122,9 @@ class Resources:
     def waiting(self, block: int) -> bool:
         words, ledger = self.words, self.ledger
         return any(words[ledger.cell(cell) + Cell.WORD] < round for cell, round in ledger.waits(block))
+
+    def holder(self, lock: str) -> int | None:
+        return life.holder(self.directory / lock) if lock else 0
 
     def process(self, pid: int) -> tuple[str, int, int] | None:
         found = linux.process_state(pid)
@@ -337,8 +340,11 @@ class Resources:
     def _scavenge(self, session: Session, process_gone: bool) -> None:
         for path in self.directory.glob(f"smem-{session.number}-*"):
             path.unlink(missing_ok=True)
+        if session.lock:
+            (self.directory / session.lock).unlink(missing_ok=True)
         if process_gone:
             host_events.sweep(self.directory)
+            life.sweep(self.directory)
 
 
 def group_number(name: str) -> int:

@@ -40,11 +40,13 @@ from .model import (
     Output,
     Persist,
     Received,
+    Session,
     Stop,
     Tick,
     Watch,
 )
 from .resources import Resources, failpoint
+from .sessions import local_pid
 from .state import State
 from .systemd import Watchdog, notify
 
@@ -234,6 +236,8 @@ class Server:
         except Exception:  # a mistake of ours in one request: everybody else is served on
             self.state.counts["broker_errors"] += 1
             log(f"{type(item).__name__}:\n{traceback.format_exc()}")
+            if isinstance(item, Stop):
+                self.leaving = True  # without a goodbye to everybody, but at once
             return []
 
     def _carry_out(self, output: Output) -> Input | None:
@@ -306,20 +310,29 @@ class Server:
             return None  # it came and went in one turn
         ledger = self.resources.ledger
         self.lives.append((ledger.block(session.block) + Block.LIFE, number))
-        if session.pid_namespace != self.state.pid_namespace:
-            self.watched[number] = -1  # only its life word speaks for it
+        pid = local_pid(self.state, session)
+        if pid == 0:
+            self.watched[number] = -1  # its life word says that it is dying, its file's lock that it is gone
             return None
+        if pid is None:
+            return Gone(number)
         try:
-            fd = os.pidfd_open(session.pid)
+            fd = os.pidfd_open(pid)
         except ProcessLookupError:
             return Gone(number)
-        if linux.start_time(session.pid) != session.start:
+        if not self._same(session, pid):
             os.close(fd)
             return Gone(number)
         self.watched[number] = fd
         self.by_fd[fd] = number
         self.poller.register(fd, select.EPOLLIN)
         return None
+
+    def _same(self, session: Session, pid: int) -> bool:
+        """Whether the pid that we just took hold of is still the session's."""
+        if session.pid_namespace != self.state.pid_namespace:
+            return local_pid(self.state, session) == pid
+        return linux.start_time(pid) == session.start
 
     def _unwatch(self, number: int) -> None:
         self.lives = [life for life in self.lives if life[1] != number]

@@ -23,6 +23,9 @@ def hello(state: State, peer: bytes, body: wire.Hello) -> wire.Welcome:
     if same and known is not None and known.state == "live":
         # What it says it holds is not held against it: an answer may be on its way to the thread that asked, and a
         # thing taken from who has it is worse than one kept for who has let it go. Its requests are sent again.
+        if known.lock != body.lock:
+            known.lock = body.lock
+            state.mark(known)
         if known.away:
             known.away = False
             state.announce(
@@ -47,6 +50,7 @@ def hello(state: State, peer: bytes, body: wire.Hello) -> wire.Welcome:
         start=body.start,
         uid=body.uid,
         pid_namespace=body.pid_namespace,
+        lock=body.lock,
     )
     state.sessions[session.number] = session
     state.mark(session)
@@ -222,7 +226,9 @@ def _drop_parked(state: State, session: Session) -> None:
 def look_after(state: State) -> None:
     """Each tick: the silent are looked at, the dying released again, the left seen off."""
     for session in list(state.sessions.values()):
-        if session.state == "live":
+        if local_pid(state, session) is None:
+            gone(state, session)
+        elif session.state == "live":
             beat = state.facts.beat(session.block)
             if beat != state.beats.get(session.number, 0):
                 state.beats[session.number] = beat
@@ -242,7 +248,12 @@ def look_after(state: State) -> None:
 
 def _stopped(state: State, session: Session) -> bool:
     """A process that holds the GIL for long is not stopped, and not dead."""
-    if session.pid_namespace != state.pid_namespace:
-        return False
-    found = state.facts.process(session.pid)
+    pid = local_pid(state, session)
+    found = state.facts.process(pid) if pid else None
     return found is not None and found[0] in "Tt"
+
+
+def local_pid(state: State, session: Session) -> int | None:
+    """Its process's pid in our own pid namespace, 0 if it has none there; None: the file that it held locked is free,
+    so it is gone."""
+    return session.pid if session.pid_namespace == state.pid_namespace else state.facts.holder(session.lock)

@@ -327,7 +327,8 @@ class State:
             return
         self.stopping = True
         for session in list(self.sessions.values()):
-            if session.pid_namespace == self.pid_namespace and self.facts.process(session.pid) is None:
+            pid = sessions.local_pid(self, session)
+            if pid is None or (pid and self.facts.process(pid) is None):
                 sessions.gone(self, session)
         for parked in self.parked:
             if parked.call.session.state == "live":

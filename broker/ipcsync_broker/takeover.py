@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from ipcsync import condemn, errors, runtime
+from ipcsync import condemn, errors, life, runtime
 from ipcsync.backends import host_events
 from ipcsync.ledger import Cell, Header, Ledger
 
@@ -117,3 +117,4 @@ def sweep(directory: Path, keep: Container[str] = (), prefixes: set[str] | froze
         if kind and not kept and found.st_uid == os.getuid() and _OURS.fullmatch(path.name):
             path.unlink(missing_ok=True)
     host_events.sweep(directory)
+    life.sweep(directory)

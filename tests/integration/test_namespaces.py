@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from ipcsync import PeerDied, Session, ask
+
 from ..harness import TIMEOUT, Broker, Hang, wait_until
 
 _NEW = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -109,8 +111,22 @@ def test_a_broker_that_is_pid_1_leaves_on_sigterm(runtime: Path) -> None:
         assert unshare.wait(10) == 0
 
 
-@pytest.mark.leaves("ctl-*", "mem-*")  # the broker cannot see when a process of another namespace is gone for good
-def test_processes_of_other_pid_namespaces_work_together_and_see_a_death(broker: Broker, inside: list[Inside]) -> None:
+@pytest.fixture(params=["above", "beside"])
+def somewhere(request: pytest.FixtureRequest, runtime: Path, inside: list[Inside]) -> Iterator[Path]:
+    """The runtime directory of a broker that sees the pid namespaces below its own, or of one that sees none."""
+    if request.param == "above":
+        broker = Broker(runtime)
+        yield runtime
+        assert broker.stop() == 0, broker.log()
+        return
+    with subprocess.Popen([*_NEW, sys.executable, "-m", "ipcsync_broker"]) as unshare:
+        wait_until(lambda: (runtime / "broker.sock").exists(), "the broker's bind")
+        yield runtime
+        os.kill(child_of(unshare.pid), signal.SIGTERM)
+        assert unshare.wait(TIMEOUT) == 0
+
+
+def test_processes_of_other_pid_namespaces_work_together_and_see_a_death(somewhere: Path, inside: list[Inside]) -> None:
     writer = Inside(WRITER)
     inside.append(writer)
     assert writer.says() == "ready"
@@ -120,9 +136,76 @@ def test_processes_of_other_pid_namespaces_work_together_and_see_a_death(broker:
     writer.go_on()
     assert [reader.says() for _ in range(3)] == ["0", "1", "2"]
     assert writer.says() == "written"
+    assert list(somewhere.glob("mem-*"))
     os.kill(writer.pid, signal.SIGKILL)
     assert reader.says() == "died: writer"
     assert reader.process.wait(TIMEOUT) == 0
+    # Not when the broker ends: it sees that the process is gone, and what only the dead held is free.
+    wait_until(lambda: not leftovers(somewhere), "the return of memory, control and life files")
+    assert sessions(somewhere) == 0
+
+
+def leftovers(directory: Path) -> list[str]:
+    return [path.name for path in directory.iterdir() if path.name.startswith(("mem-", "ctl-", "life-"))]
+
+
+def sessions(directory: Path) -> int:
+    with ask.Asker(directory) as asker:
+        return int(asker.status()["sessions_total"])
+
+
+SLEEPER = """
+import sys, ipcsync
+assert __import__("os").getpid() == 1
+session = ipcsync.connect(name="sleeper")
+channel = session.create_channel("held", shape=(1000,), dtype="uint8", depth=2, device="cpu")
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_one_dead_session_of_several_is_told_apart_by_its_lock(somewhere: Path, inside: list[Inside]) -> None:
+    """Each is pid 1 of its own namespace, and has the same name: only its own file says who is gone."""
+    inside += [Inside(SLEEPER.replace("held", f"held{n}")) for n in range(3)]
+    assert [each.says() for each in inside] == ["ready"] * 3
+    assert len(list(somewhere.glob("life-*"))) == len(list(somewhere.glob("mem-*"))) == 3
+    os.kill(inside[1].pid, signal.SIGKILL)
+    wait_until(lambda: sessions(somewhere) == 2, "the end of one")
+    wait_until(lambda: len(list(somewhere.glob("mem-*"))) == 2, "the return of its memory")
+    assert len(list(somewhere.glob("life-*"))) == 2
+    inside[0].go_on()
+    inside[2].go_on()
+    assert [each.process.wait(TIMEOUT) for each in (inside[0], inside[2])] == [0, 0]
+    wait_until(lambda: not any(somewhere.glob("life-*")), "the goodbyes")
+
+
+STOPPED = """
+import sys, ipcsync
+with ipcsync.connect(name="stopped") as session:
+    event = session.create_event("e", device="cpu")
+    event.record()
+    print("ready", flush=True)
+    sys.stdin.readline()
+    try:
+        event.record()
+    except ipcsync.IpcSyncError as error:
+        print(type(error).__name__, flush=True)
+"""
+
+
+def test_a_broker_above_sees_a_stop(broker: Broker, inside: list[Inside], session: Session) -> None:
+    stopped = Inside(STOPPED)
+    inside.append(stopped)
+    assert stopped.says() == "ready"
+    event = session.open_event("e")
+    os.kill(stopped.pid, signal.SIGSTOP)
+    with pytest.raises(PeerDied) as caught:
+        event.synchronize(round=2, timeout=None)
+    assert caught.value.fields["session"] == "stopped"
+    os.kill(stopped.pid, signal.SIGCONT)
+    stopped.go_on()
+    assert stopped.says() == "StaleHandle"
+    assert stopped.process.wait(TIMEOUT) == 0
 
 
 def test_a_shm_of_its_own_is_a_clear_refusal(broker: Broker, inside: list[Inside]) -> None:

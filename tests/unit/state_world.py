@@ -62,6 +62,7 @@ class World:
         self.cells: dict[int, Cell] = {}
         self.dead_blocks: set[int] = set()
         self.closed_blocks: set[int] = set()
+        self.holders: dict[str, int | None] = {}  # who holds a session's file locked
         self.waits: set[int] = set()  # blocks with device waits outstanding
         self.blocks: dict[int, str] = {}
         self.beats: dict[int, int] = {}
@@ -145,6 +146,9 @@ class World:
 
     def waiting(self, block: int) -> bool:
         return block in self.waits
+
+    def holder(self, lock: str) -> int | None:
+        return self.holders.get(lock, 0)
 
     def process(self, pid: int) -> tuple[str, int, int] | None:
         return self.processes.get(pid)

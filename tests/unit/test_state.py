@@ -246,6 +246,20 @@ def test_a_build_in_progress_holds_the_name_and_a_dead_creator_gets_nothing(worl
     world.check()
 
 
+def test_a_request_sent_again_while_it_is_being_built_is_answered_when_it_is(world: World) -> None:
+    world.held_builds = []
+    for _ in range(2):
+        world.send(b"a", "create_channel", wire.CreateChannel("c", "cpu", SPEC), id=7)
+    assert world.answer(b"a", "create_channel") is None
+    world.finish_builds()
+    first, again = (world.answer(b"a", "create_channel") for _ in range(2))
+    assert first == again
+    assert isinstance(first, wire.ChannelInfo)
+    world.kill(1)
+    assert not world.state.things
+    world.check()
+
+
 def test_a_build_that_fails_leaves_nothing(world: World) -> None:
     world.build_error = errors.OutOfSpace("full", needed=512)
     assert world.call(b"a", "create_channel", wire.CreateChannel("c", "cpu", SPEC)).code == "out_of_space"
@@ -277,6 +291,48 @@ def test_others_are_told_of_a_stop_within_four_seconds_and_not_before_three(worl
     assert not world.state.sessions[1].leased_out
     world.tick(1.0)
     assert world.state.sessions[1].leased_out
+
+
+LOCK = "life-" + "0" * 32
+
+
+def test_in_another_pid_namespace_a_free_lock_is_the_end(world: World) -> None:
+    world.holders[LOCK] = 0
+    world.hello(b"c", 13, pid_namespace=1, lock=LOCK)
+    made = world.call(b"c", "create_event", wire.CreateEvent("e", "cpu"))
+    world.processes.clear()  # its pid means nothing here, nor does its silence
+    world.start(11)
+    world.start(12)
+    world.tick(20.0)
+    assert 3 in world.state.sessions
+    world.call(b"a", "open_event", wire.Open("event", "e"))
+    world.holders[LOCK] = None
+    world.tick(0.5)
+    assert 3 not in world.state.sessions
+    assert world.cells[made.cell].verdict == 1
+    world.call(b"a", "detach", wire.Detach(made.incarnation))
+    assert not world.state.things, "nothing of the dead is kept"
+    world.check()
+
+
+def test_a_process_of_a_namespace_below_ours_is_seen_stopped(world: World) -> None:
+    world.holders[LOCK] = 77
+    world.processes[77] = ("S", 130, UID)
+    world.hello(b"c", 1, pid_namespace=1, lock=LOCK)
+    world.call(b"c", "create_event", wire.CreateEvent("e", "cpu"))
+    world.tick(10.0)
+    assert not world.state.sessions[3].leased_out, "silent, and not stopped"
+    world.processes[77] = ("T", 130, UID)
+    world.tick(0.5)
+    assert world.state.sessions[3].leased_out
+
+
+def test_a_stopping_broker_frees_what_only_the_dead_hold(world: World) -> None:
+    world.holders[LOCK] = 0
+    world.hello(b"c", 13, pid_namespace=1, lock=LOCK)
+    world.holders[LOCK] = None
+    world.feed(Stop())
+    assert 3 not in world.state.sessions
 
 
 def test_a_beat_in_the_ledger_is_as_good_as_a_message(world: World) -> None:
