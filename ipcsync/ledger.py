@@ -58,7 +58,8 @@ class Block:
     NAME = 16  # ..23: the session's name, UTF-8, at most 64 bytes
     HOST_WAITS, HOST_WAIT_COUNT = 24, 4  # ..31: pairs (wait entry, since when and what for), see host_waits.py; session
     WAITS, WAIT_COUNT = 32, 464
-    COUNTS = 496  # ..511: how long host waits ended, one word an outcome, see host_waits.py; session
+    COUNTS = 496  # ..498: how long host waits ended, one word an outcome, see host_waits.py; session
+    GAPS = 499  # how often a subscription of the session missed announcements; session
     FREE, LIVE, DYING, GONE = 0, 1, 2, 3
 
 

@@ -74,6 +74,7 @@ class _Reading:
         if block is not None:
             at = self.ledger.block(block) + Block.COUNTS
             found["long_waits"] = {name: int(self.words[at + i]) for i, name in OUTCOMES.items()}
+            found["announcement_gaps"] = int(self.words[self.ledger.block(block) + Block.GAPS])
         return found
 
     def _process(self, told: Mapping[str, Any]) -> str:
