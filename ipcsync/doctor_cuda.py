@@ -25,3 +25,5 @@ def findings() -> Iterator[Finding]:
         yield probe(f"{name} interprocess events", "cuda.events", str(index))
         yield probe(f"{name} interprocess memory", "cuda.memory", str(index))
         yield probe(f"{name} words of two processes", "cuda.words", str(index))
+    if count > 1:
+        yield probe("links between GPUs", "cuda.links")

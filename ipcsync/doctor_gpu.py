@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from . import runtime
+from . import doctor_links, runtime
 from .backends.cuda import EVENT_LIMIT, CudaBackend
 from .backends.cuda_driver import check, load
 from .doctor_probe import FAILS, OK, WARNING, Finding, start
@@ -66,6 +66,21 @@ def device(index: str) -> Finding:
         OK,
         f"{text}; no MPS: processes take turns on the GPU, about 0.14 ms a turn (MPS makes hops 10 times faster)",
     )
+
+
+def links() -> Finding:
+    """Which device reads which other's memory, and how."""
+    loaded, devices = load(), CudaBackend()._devices
+    which = loaded.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+    found = {}
+    for a in range(devices.count):
+        for b in range(devices.count):
+            if a != b:
+                one, other = devices.handle(a), devices.handle(b)
+                access = check(loaded.cuDeviceCanAccessPeer(one, other), "cuDeviceCanAccessPeer")
+                atomics = check(loaded.cuDeviceGetP2PAttribute(which, one, other), "cuDeviceGetP2PAttribute")
+                found[a, b] = doctor_links.kind(bool(access), bool(atomics))
+    return doctor_links.finding(found)
 
 
 def arrays(index: str) -> Finding:

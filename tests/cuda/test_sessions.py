@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from . import gpu
 pytestmark = pytest.mark.cuda
 Spawn = Callable[..., Child]
 VIAS = ("auto", "timeline", "cuda-event")
+ROUNDS = int(os.environ.get("IPCSYNC_ROUNDS", "1000"))
 
 
 def create(session: Session, name: str, via: str) -> Any:
@@ -58,10 +60,10 @@ def _middle(peer: Peer) -> None:
                 gpu.add_one(slot.array, out.array, microseconds=30)
 
 
-def test_a_chain_of_three_processes_a_thousand_rounds(session: Session, spawn: Spawn) -> None:
+def test_a_chain_of_three_processes_over_buffers_used_again(session: Session, spawn: Spawn) -> None:
     import cupy
 
-    rounds, size = 1000, 4096
+    rounds, size = ROUNDS, 4096
     for name in ("raw", "done"):
         session.create_channel(name, shape=(size,), dtype="uint64", depth=3, device="cuda")
     seen = cupy.zeros((rounds, size), cupy.uint64)
@@ -109,7 +111,7 @@ def _waits_first(peer: Peer, name: str, rounds: int) -> int:
 @pytest.mark.parametrize("via", VIAS)
 @pytest.mark.watchdog(120)
 def test_a_wait_before_its_record_ends_after_the_work(session: Session, spawn: Spawn, via: str) -> None:
-    rounds, backend = 1000, select.backend("cuda")
+    rounds, backend = ROUNDS, select.backend("cuda")
     event = create(session, "late", via)
     stream = ipcsync.Stream("cuda")
     session.create_channel("values", shape=(1,), dtype="uint64", depth=2, device="cuda")
@@ -262,6 +264,15 @@ def _records_slowly(peer: Peer, name: str) -> None:
         peer.recv()
 
 
+def _released(stream: ipcsync.Stream) -> bool:
+    try:
+        return stream.query()
+    except errors.DeviceLost:  # under MPS a client that is killed in a kernel takes the others' contexts along
+        if os.environ.get("CUDA_MPS_PIPE_DIRECTORY") is None:
+            raise
+        return True
+
+
 @pytest.mark.parametrize("via", ["auto", "timeline"])
 def test_a_killed_recorders_waiters_go_on_and_are_told(session: Session, spawn: Spawn, via: str) -> None:
     event, stream = create(session, "mortal", via), ipcsync.Stream("cuda")
@@ -272,7 +283,7 @@ def test_a_killed_recorders_waiters_go_on_and_are_told(session: Session, spawn: 
     child.kill()
     with pytest.raises(errors.PeerDied, match="victim"):
         event.synchronize(round=n)
-    wait_until(stream.query, "the release of the stream that waited")
+    wait_until(lambda: _released(stream), "the release of the stream that waited")
     with pytest.raises(errors.PeerDied):
         event.wait(stream, round=n)
     assert event.completed == n - 1
@@ -287,14 +298,20 @@ def _opens_with_torch(peer: Peer, name: str) -> bool:
     with ipcsync.connect() as session:
         event = session.open_event(name)
         peer.send("attached")
-        raw = event.cuda_event(timeout=20)
-        stream = torch.cuda.Stream()
-        found = select.backend("cuda").foreign_stream(stream)
-        assert found is not None
-        select.backend("cuda").event_wait(raw, found[0])
-        early = stream.query()
-        stream.synchronize()
-        return not early and event.query(round=1)
+        ours = event.cuda_event(timeout=20)
+        theirs = torch.cuda.Event.from_ipc_handle(torch.device("cuda:0"), ours.ipc_handle())
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        peer.send("opened")
+        peer.recv()  # behind a kernel that takes a while
+        ours.wait(streams[0])
+        theirs.wait(streams[1])
+        early = [stream.query() for stream in streams]
+        event.close()  # what was handed out lives on
+        for stream in streams:
+            stream.synchronize()
+        assert ours.query()
+        assert ours.cuda_event > 0
+        return early == [False, False] and theirs.query()
 
 
 def test_its_cuda_event_is_recorded_once_somebody_asked(session: Session, spawn: Spawn) -> None:
@@ -304,38 +321,9 @@ def test_its_cuda_event_is_recorded_once_somebody_asked(session: Session, spawn:
     child.recv(60)
     gpu.spin(backend, stream._raw, 0)
     while not child._connection.poll(0.001):
-        gpu.spin(backend, stream._raw, 30)
         event.record(stream)
+    assert child.recv() == "opened"
+    gpu.spin(backend, stream._raw, 1000)
+    event.record(stream)
+    child.send()
     assert child.join() is True
-
-
-# -- many events
-
-
-@pytest.mark.slow
-@pytest.mark.watchdog(300)
-def test_the_broker_says_so_before_cuda_does(session: Session) -> None:
-    events: list[Any] = []
-
-    def fill() -> None:
-        for n in range(4097):
-            events.append(session.create_event(f"e{n}", device="cuda"))
-
-    with pytest.raises(errors.QuotaExceeded, match="timeline"):
-        fill()
-    assert len(events) > 4000
-    for n in range(100):
-        session.create_event(f"t{n}", device="cuda", via="timeline").record()
-    for event in events:
-        event.close()
-
-
-@pytest.mark.slow
-@pytest.mark.watchdog(300)
-def test_create_and_release_end_where_they_began(session: Session) -> None:
-    stream = ipcsync.Stream("cuda")
-    for n in range(5000):
-        with session.create_event("again", device="cuda") as event:
-            if n % 100 == 0:
-                event.record(stream)
-        session.unlink("again")

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ipcsync import errors
 from ipcsync.backends import cuda_driver, cuda_memory, cuda_probe
@@ -64,6 +66,21 @@ def test_devices_are_found_by_uuid_not_by_a_peers_ordinal() -> None:
     with pytest.raises(errors.DeviceNotVisible, match="CUDA_VISIBLE_DEVICES") as found:
         cuda_driver.find_uuid("GPU-c", ["GPU-a"])
     assert found.value.uuid == "GPU-c"
+
+
+@given(st.permutations(range(16)), st.integers(0, 16))
+def test_any_number_of_devices_in_any_order_are_mapped_by_uuid(order: list[int], count: int) -> None:
+    """Whatever part of a machine's GPUs a process sees, and in which order: the same GPU, or none."""
+    visible = [f"GPU-{n:02}" for n in order[:count]]
+    for n in range(16):
+        name = f"GPU-{n:02}"
+        if n in order[:count]:
+            assert visible[cuda_driver.find_uuid(name, visible)] == name
+        else:
+            with pytest.raises(errors.DeviceNotVisible) as found:
+                cuda_driver.find_uuid(name, visible)
+            assert found.value.uuid == name
+            assert "CUDA_VISIBLE_DEVICES" in str(found.value)
 
 
 def test_default_streams_differ_by_device_and_the_per_thread_one_by_thread() -> None:
