@@ -27,6 +27,8 @@ def handle_bytes(handle: Any) -> bytes:
 
 def fill_handle(handle: Any, raw: bytes) -> Any:
     """`handle` with those 64 bytes; ``HandleInvalid`` for another length."""
+    if not isinstance(raw, bytes | bytearray | memoryview):
+        raise HandleInvalid(f"a CUDA IPC handle is {HANDLE_BYTES} bytes, not a {type(raw).__name__}")
     if len(raw) != HANDLE_BYTES:
         raise HandleInvalid(f"a CUDA IPC handle is {HANDLE_BYTES} bytes, not {len(raw)}")
     ctypes.memmove(int(handle.getPtr()), bytes(raw), HANDLE_BYTES)

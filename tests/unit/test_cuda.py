@@ -107,6 +107,9 @@ def test_where_the_probe_of_the_queues_begins(
 def test_a_handle_has_64_bytes() -> None:
     with pytest.raises(errors.HandleInvalid, match="64 bytes, not 3"):
         cuda_memory.fill_handle(None, b"abc")
+    for wrong in (None, "x" * 64, 64):
+        with pytest.raises(errors.HandleInvalid, match="64 bytes, not a"):
+            cuda_memory.fill_handle(None, wrong)  # type: ignore[arg-type]
 
 
 def test_what_is_no_array_on_a_gpu_names_create_array() -> None:
