@@ -9,6 +9,7 @@ Every fenced ``python`` block is a program of its own. A comment right above a f
 ``<!-- output -->``     a ``text`` block: its lines must appear, in order, in what the program before printed
 ``<!-- cuda -->``       runs only where there is a GPU (``-m cuda``)
 ``<!-- needs: X Y -->`` runs only where these modules can be imported
+``<!-- not run: WHY -->`` commands that cannot be run here
 ====================  ==================================================================================================
 
 Above its first heading a page may say ``<!-- broker -->`` (a broker must be running) and ``<!-- on: host cuda -->``
@@ -23,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-_FENCE = re.compile(r"^```(\w+)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^```([^`\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"<!-- ([^>]*?) -->\n$")
 
 
@@ -58,7 +59,7 @@ class Page:
         self.says = _says(text.split("\n#", 1)[0] if not text.startswith("#") else "")
         self.blocks = [
             Block(
-                match[1] or "",
+                match[1],
                 match[2],
                 text.count("\n", 0, match.start()) + 2,
                 _says(above[0] if (above := _COMMENT.search(text[: match.start()])) else ""),
@@ -110,5 +111,5 @@ def _says(text: str) -> dict[str, str]:
 
 
 def pages() -> list[Page]:
-    paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    return [Page(path) for path in paths if "_build" not in path.parts and "examples" not in path.parts]
+    paths = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [Page(path) for path in paths if not {"_build", "examples"} & set(path.relative_to(ROOT).parts)]

@@ -77,11 +77,32 @@ def _run(page: Page, step: Step, folder: Path, env: dict[str, str]) -> None:
 
 def test_every_directive_is_one_that_we_know() -> None:
     """A misspelt one would leave code untested."""
-    known = {"continues", "file", "run", "output", "cuda", "needs", "run-the-example", "run-the-tests"}
+    known = {"continues", "file", "run", "output", "cuda", "needs", "not run", "run-the-example", "run-the-tests"}
     for page in PAGES.values():
         assert set(page.says) <= {"broker", "on"}, page.name
         for block in page.blocks:
             assert set(block.says) <= known, f"{page.name}:{block.line}"
+
+
+def test_no_code_is_forgotten() -> None:
+    """Every fence of every page is a block that we know, and a block is run unless it says why not."""
+    tracked = subprocess.run(
+        ["git", "-c", "safe.directory=*", "ls-files", "--cached", "--others", "--exclude-standard", "*.md", "*.rst"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert {name for name in tracked if not name.startswith("docs/examples/")} - set(PAGES) == {"CHANGELOG.md"}
+    for page in PAGES.values():
+        fences = re.findall(r"^\s*(?:```|~~~)", page.path.read_text(), re.MULTILINE)
+        assert len(fences) == 2 * len(page.blocks), f"{page.name}: a fence that is indented, or not closed"
+        for block in page.blocks:
+            if block.language in ("", "text") or block.language.startswith("{"):
+                continue
+            run = {"file", "run", "run-the-example", "run-the-tests", "not run"}
+            assert block.language == "python" or run & set(block.says), f"{page.name}:{block.line} is not run"
+        assert not re.search(r"^ *>>>|^\.\. code", page.path.read_text(), re.MULTILINE), page.name
 
 
 def test_every_setting_is_documented() -> None:
