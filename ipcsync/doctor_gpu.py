@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from . import doctor_links, runtime
-from .backends.cuda import EVENT_LIMIT, CudaBackend
+from .backends.cuda import CudaBackend
 from .backends.cuda_driver import check, load
+from .backends.cuda_events import EVENT_LIMIT
 from .doctor_probe import FAILS, OK, WARNING, Finding, start
 from .errors import DeviceUnavailable, IpcSyncError, RuntimeDirectory
 from .shm import Region

@@ -20,7 +20,6 @@ from ..errors import (
     InvalidState,
     IpcSyncError,
     NotExportable,
-    QuotaExceeded,
     Unsupported,
 )
 from ..shm import Region
@@ -41,28 +40,10 @@ from .cuda_driver import (
     find_uuid,
     load,
 )
+from .cuda_events import CudaEvent, too_many
 from .cuda_pending import Passed, Pending
 from .cuda_streams import DefaultStream
 from .cuda_teardown import Quarantine
-
-EVENT_LIMIT = 4096  # live interprocess events of one process: CUDA's own limit
-
-
-class CudaEvent:
-    """A CUevent and what it is; ``int()`` is its address."""
-
-    __slots__ = ("device", "handle", "interprocess", "opened")
-
-    def __init__(self, handle: Any, device: int, *, interprocess: bool, opened: bool) -> None:
-        self.handle, self.device, self.interprocess, self.opened = handle, device, interprocess, opened
-
-    def __int__(self) -> int:
-        return int(self.handle)
-
-    @property
-    def ptr(self) -> int:
-        """Its address, by the name that CuPy's streams look for."""
-        return int(self.handle)
 
 
 class _Registration:
@@ -207,12 +188,7 @@ class CudaBackend(Backend):
         with self.using(device):
             status, handle = self._driver.cuEventCreate(flags)
         if status == OUT_OF_MEMORY and interprocess:
-            raise QuotaExceeded(
-                f"this process has CUDA's {EVENT_LIMIT} interprocess events: let some go, or use "
-                'create_event(via="timeline"), which has no CUDA event',
-                resource="cuda-events",
-                limit=EVENT_LIMIT,
-            )
+            raise too_many()
         return CudaEvent(check((status, handle), "cuEventCreate"), device, interprocess=interprocess, opened=False)
 
     def event_record(self, event: CudaEvent, raw: int) -> None:
@@ -264,6 +240,8 @@ class CudaBackend(Backend):
                 "these 64 bytes open no CUDA event here: they are no handle, or their process is gone, or is this one",
                 status=int(status),
             )
+        if status == OUT_OF_MEMORY:
+            raise too_many()
         return CudaEvent(check((status, opened), "cuIpcOpenEventHandle"), device, interprocess=True, opened=True)
 
     def event_destroy(self, event: CudaEvent) -> None:

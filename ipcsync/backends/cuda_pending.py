@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from ..errors import CaptureUnsupported, DeviceLost
 
 if TYPE_CHECKING:
-    from .cuda import CudaBackend, CudaEvent
+    from .cuda import CudaBackend
+    from .cuda_events import CudaEvent
 
 _PRUNE = 64
 

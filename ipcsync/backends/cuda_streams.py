@@ -120,7 +120,8 @@ class Streams:
             return self._devices.current()
         if self._devices.count == 1:
             return 0
-        context = check(self._driver.cuStreamGetCtx(pointer), "cuStreamGetCtx")
+        found = check(self._driver.cuStreamGetCtx(pointer), "cuStreamGetCtx")
+        context = found[0] if isinstance(found, tuple) else found  # newer bindings add the green context
         with Using(self._driver, context):
             return int(check(self._driver.cuCtxGetDevice(), "cuCtxGetDevice"))
 

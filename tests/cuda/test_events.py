@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from ipcsync import errors
-from ipcsync.backends.cuda import EVENT_LIMIT, CudaBackend
+from ipcsync.backends.cuda import CudaBackend
+from ipcsync.backends.cuda_events import EVENT_LIMIT
 from ipcsync.shm import Region
 
 from ..harness import Child, Peer, wait_until

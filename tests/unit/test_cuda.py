@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from ipcsync import errors
 from ipcsync.backends import cuda_driver, cuda_memory, cuda_probe
-from ipcsync.backends.cuda import CudaBackend, CudaEvent
+from ipcsync.backends.cuda import CudaBackend
+from ipcsync.backends.cuda_events import CudaEvent
 from ipcsync.backends.cuda_pending import Passed, Pending
 from ipcsync.backends.cuda_streams import DefaultStream, KeptStream, key
 from ipcsync.backends.cuda_teardown import Quarantine
