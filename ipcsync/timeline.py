@@ -247,7 +247,8 @@ class Timeline:
                 words[self._intent] = before
                 return 0
             if here:
-                words[self._word] = round if words[self._verdict] > round else FOREVER
+                if words[self._word] != FOREVER:  # a forced release stays
+                    words[self._word] = round
             else:
                 self.backend.write(raw, self.region, self._word, round, verdict=self._verdict, failed=self._failed)
             if failpoints.ARMED:

@@ -161,9 +161,10 @@ class Backend(ABC):
     ) -> None:
         """Stores `value` in word `index` when the stream gets there, and wakes whoever sleeps on it.
 
-        On the host: when the word at index `verdict` says that the round was condemned, ``FOREVER`` is stored instead,
-        which releases whoever waits and never takes a forced release back; and on a stream whose earlier call raised,
-        `failed` is called with that error instead of the store.
+        On the host: where there is a `verdict` (the index of the word that says from which round on the timeline is
+        condemned), a word that was released by force stays so. A condemned round is stored like any other and lets go
+        nobody but its own waiters: those of later ones are the condemner's to release, once the chain is condemned to
+        its end. And on a stream whose earlier call raised, `failed` is called with that error instead of the store.
         """
 
     @abstractmethod

@@ -26,9 +26,8 @@ from .host_stream import HostStream
 
 def _store(region: Region, index: int, value: int, verdict: int | None) -> None:
     words = region.words
-    if verdict is not None and words[verdict] <= value:
-        value = FOREVER
-    words[index] = value
+    if verdict is None or words[index] != FOREVER:  # a forced release stays
+        words[index] = value
     linux.futex_wake(region.address + 8 * index)
 
 

@@ -163,6 +163,13 @@ EVENT_MUTANTS = [
         f"{CONDEMN} -k to_its_end",
     ),
     Mutant(
+        "a condemned recorder releases its waiters itself, before the chain is condemned",
+        "ipcsync/backends/host.py",
+        "        words[index] = value\n",
+        "        words[index] = FOREVER if verdict is not None and words[verdict] <= value else value\n",
+        f"{RACES} -k releases_nobody",
+    ),
+    Mutant(
         "the words of the living are released as well",
         "ipcsync/condemn.py",
         "    if release:\n        for cell in dead:",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ipcsync import condemn, errors, linux
+from ipcsync.backends.host import HostBackend
 from ipcsync.ledger import FOREVER, Block, Cell
 from ipcsync.timeline import Timeline, WaitTable
 from ipcsync.waiting import Deadline
@@ -201,6 +202,34 @@ def test_another_incarnation_in_the_cell_is_not_recorded(seen: Seen) -> None:
     with pytest.raises(errors.StaleHandle):
         seen.ours.record("thread")
     assert seen.page.word(1) == 0
+
+
+# -- who releases
+
+
+def test_a_condemned_recorder_that_lives_releases_nobody_else(seen: Seen) -> None:
+    """Between its verdict and the end of the chain its stream completes a round, which is true: whoever waits for a
+    later one, behind what the dead never wrote, must not pass before it is condemned itself."""
+    at = seen.page.ledger.cell(1)
+    seen.page.record(1, issued=3, completed=0)
+    seen.words[at + Cell.VERDICT] = 1
+    region: Any = seen.ledger.region
+    host = HostBackend()
+    host.write(None, region, at + Cell.WORD, 1, verdict=at + Cell.VERDICT)
+    assert seen.page.word(1) == 1
+    seen.words[at + Cell.WORD] = FOREVER
+    host.write(None, region, at + Cell.WORD, 2, verdict=at + Cell.VERDICT)
+    assert seen.page.word(1) == FOREVER, "what was released by force stays released"
+
+
+def test_nor_does_one_that_records_on_its_own_thread(seen: Seen) -> None:
+    """The verdict comes between its look and its store."""
+    at = seen.page.ledger.cell(1)
+    block = seen.page.ledger.block(1) + Block.TAINT
+    seen.words.after("read", block, lambda: seen.words.__setitem__(at + Cell.VERDICT, 1))
+    assert seen.ours.record("thread") == 1
+    assert seen.page.word(1) == 1
+    assert seen.ours.completed == 0
 
 
 # -- the fence: what a session stored just now may not be seen by the condemner before it
