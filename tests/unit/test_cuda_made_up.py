@@ -1,0 +1,162 @@
+"""The cuda backend's own logic on a made-up driver with two devices: what is delayed, counted, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ipcsync import errors
+from ipcsync.backends import cuda
+from ipcsync.backends.cuda import CudaBackend
+from ipcsync.backends.cuda_events import CudaEvent
+from ipcsync.shm import Region
+
+from ..harness import wait_until
+from .made_up_driver import MadeUpDriver
+
+
+@pytest.fixture
+def driver() -> Iterator[MadeUpDriver]:
+    made = MadeUpDriver()
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def backend(driver: MadeUpDriver, monkeypatch: pytest.MonkeyPatch) -> CudaBackend:
+    monkeypatch.setattr(cuda, "load", lambda: driver)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    return CudaBackend()
+
+
+@pytest.fixture
+def region(backend: CudaBackend, runtime: Path) -> Iterator[Region]:
+    made = Region.create(runtime / "page", 4096)
+    made.path.unlink()
+    backend.register(made)
+    yield made
+    for index in range(len(made.words)):
+        made.words[index] = 2**63 - 1
+    backend.unregister(made)
+
+
+def test_a_stream_waits_for_a_word_and_writes_another(backend: CudaBackend, region: Region) -> None:
+    raw = backend.new_stream(1, 0)
+    backend.wait(raw, region, 0, 5)
+    backend.write(raw, region, 8, 7)
+    assert not backend.stream_query(raw)
+    region.words[0] = 5
+    backend.stream_synchronize(raw)
+    assert region.words[8] == 7
+
+
+def test_streams_know_their_device(backend: CudaBackend) -> None:
+    own = [backend.new_stream(device, 0) for device in (0, 1)]
+    assert [backend.stream_device(raw) for raw in own] == [0, 1]
+    found = backend.foreign_stream(int(own[1]))
+    assert found is not None
+    assert (found, backend.stream_device(found[0])) == ((own[1], 1), 1)
+    assert backend.stream_device(int(own[1])) == 1, "a bare pointer is asked about"
+    with backend.using(1):
+        null = backend.foreign_stream(0)
+    assert null is not None
+    assert (null[1], backend.stream_device(null[0])) == (1, 1)
+    assert backend.current_device() == 0
+    assert [backend.index(backend.uuid(n)) for n in (0, 1)] == [0, 1]
+
+
+def test_queues_are_probed_for_each_device_and_a_quarter_stays_free(
+    backend: CudaBackend, driver: MadeUpDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [backend.blocked_limit(device) for device in (0, 1)] == [6, 6]
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    monkeypatch.setattr("ipcsync.backends.cuda_probe._PATIENCE", 0.01)
+    assert CudaBackend().blocked_limit(0) == 6, "believed, though CUDA had read the variable before"
+    driver.queues = 2
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    assert CudaBackend().blocked_limit(0) == 1
+
+
+def _other_processs_event(backend: CudaBackend, driver: MadeUpDriver, device: int) -> CudaEvent:
+    with backend.using(device):
+        address = driver.cuEventCreate(6)[1]
+    driver.events[address].pending = 1  # recorded there, on a stream that has not got to it
+    handle = (b"theirs%d" % address).ljust(64, b"\0")
+    driver.foreign[handle] = address
+    return backend.event_open(device, handle)
+
+
+@pytest.mark.parametrize("waits_for", ["a word", "an event of another process"])
+def test_nothing_is_taken_back_while_a_stream_waits(
+    backend: CudaBackend, driver: MadeUpDriver, region: Region, runtime: Path, waits_for: str
+) -> None:
+    """The driver's assertion in _would_wait is the point: it fails in the thread that tears down."""
+    raw, memory = backend.new_stream(1, 0), backend.allocate(0, 8, "")
+    page = Region.create(runtime / "other", 4096)
+    page.path.unlink()
+    backend.register(page)
+    event = _other_processs_event(backend, driver, 0)
+    if waits_for == "a word":
+        backend.wait(raw, region, 0, 1)
+    else:
+        backend.event_wait(event, raw)
+    backend.free(memory)
+    backend.unregister(page)
+    backend.event_destroy(event)
+    assert not backend.stream_query(raw)
+    assert memory.pointer in driver.memory
+    assert page.address in driver.registered
+    region.words[0] = 1
+    assert int(event) in driver.events, "it was destroyed while a stream waited for it"
+    driver.events[int(event)].pending = 0
+    wait_until(lambda: backend._quarantine.held == 0, "the end of the quarantine")
+    assert memory.pointer not in driver.memory
+    assert page.address not in driver.registered
+    assert int(event) not in driver.events
+    assert backend.stream_query(raw)
+
+
+def test_an_event_that_was_destroyed_is_not_asked_about(backend: CudaBackend, driver: MadeUpDriver) -> None:
+    raw = backend.new_stream(0, 0)
+    for _ in range(50):
+        event = backend.event_create(0, timing=False, blocking=False, interprocess=True)
+        backend.event_record(event, raw)
+        backend.event_wait(event, raw)
+        backend.event_destroy(event)  # which asks whether it is finished, and forgets it
+        backend.free(backend.allocate(0, 8, ""))  # which asks whether anything is waited for
+    assert backend._quarantine.held == 0
+    assert not driver.events
+
+
+def test_whether_a_stream_has_passed_is_asked_on_its_own_device(
+    backend: CudaBackend, driver: MadeUpDriver, region: Region
+) -> None:
+    raw = backend.new_stream(1, 0)
+    backend.wait(raw, region, 0, 1)
+    passed = backend.passed(raw)
+    assert not passed()  # and marks it: an event of device 0 would be refused there
+    assert not passed()
+    region.words[0] = 1
+    assert passed()
+
+
+def test_streams_of_one_device_wait_for_events_of_the_other(backend: CudaBackend, region: Region) -> None:
+    event = backend.event_create(0, timing=False, blocking=False, interprocess=True)
+    here, there = backend.new_stream(0, 0), backend.new_stream(1, 0)
+    backend.wait(here, region, 0, 1)
+    backend.event_record(event, here)
+    backend.event_wait(event, there)
+    assert not backend.stream_query(there)
+    with pytest.raises(errors.CudaError):
+        backend.event_record(event, there)
+    region.words[0] = 1
+    backend.stream_synchronize(there)
+    backend.event_destroy(event)
+
+
+def test_a_handle_that_opens_nothing(backend: CudaBackend) -> None:
+    for bad in (b"", b"\1" * 64, None, "x" * 64):
+        with pytest.raises(errors.HandleInvalid):
+            backend.event_open(0, bad)  # type: ignore[arg-type]
