@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import failpoints, linux, trace
+from .epochs import stands
 from .errors import InvalidState, IpcSyncError, WaitTimeout
 from .host_waits import SPACE
 from .ledger import Cell
@@ -58,6 +59,11 @@ class Writer:
         The host waits, `timeout` seconds at most, only when every buffer is in use. `meta`: see ``slot.meta``.
         """
         return WriteSlot(self, self.session.stream(stream, self.device), meta, timeout)
+
+    def stands(self, epoch: int, number: int) -> bool:
+        """Whether the item that writer `epoch` (``slot.epoch``) began as `number` was published, and not condemned by
+        its death: what a writer that takes over has to know of the dead one's last item."""
+        return stands(self._control, self.epoch, self._ledger[self._at + Cell.ISSUED], epoch, number)
 
     # -- a slot's turn
 

@@ -12,7 +12,7 @@ import msgspec
 
 from .errors import EndOfStream, IpcSyncError, PeerFailed, StaleHandle
 from .ledger import Cell
-from .ring import Epoch, Head, ended_by
+from .ring import Control, Epoch, Head, ended_by
 
 if TYPE_CHECKING:
     from .channel import Channel
@@ -92,3 +92,28 @@ class Epochs:
 
     def _lost(self) -> StaleHandle:
         return StaleHandle(f"more than {Head.EPOCHS} writers of {self._channel.name!r} came and went meanwhile")
+
+
+def previous(control: Control, epoch: int, number: int) -> int:
+    """The item before item `number`, which is of `epoch`; 0 where it is the first that ever was true."""
+    bad, base = number, _line(control, epoch)[0]
+    while bad <= base + 1 and epoch > 1:
+        epoch -= 1
+        base, bad = _line(control, epoch)
+    return bad - 1 if bad > base + 1 else 0
+
+
+def stands(control: Control, now: int, issued: int, epoch: int, number: int) -> bool:
+    """Whether item `number` of `epoch` was published, and not condemned since; `now` and `issued` are the writer's."""
+    return number <= issued if epoch == now else number < _line(control, epoch)[1]
+
+
+def _line(control: Control, epoch: int) -> tuple[int, int]:
+    """(base, first condemned item) of an epoch."""
+    words, line = control.words, control.epoch(epoch)
+    found = int(words[line + Epoch.BASE]), int(words[line + Epoch.BAD])
+    if words[line + Epoch.NUMBER] != epoch:
+        raise StaleHandle(
+            f"this channel had more than {Head.EPOCHS} writers since: what the early ones wrote is unknown"
+        )
+    return found

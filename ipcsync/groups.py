@@ -110,8 +110,9 @@ class SharedTurn(Turn):
             return number, b
 
     def _orphan(self, bad: int) -> tuple[int, int, int] | None:
-        """(the word of its cell that frees it, item, buffer) of what a dead member held and can be had."""
+        """(the word of its cell that frees it, item, buffer) of the first that a dead member held and can be had."""
         words, control = self.words, self.control
+        first: tuple[int, int, int] | None = None
         if not words[Head.REDELIVER]:
             return None
         for cell in control.members(self._index):
@@ -125,9 +126,9 @@ class SharedTurn(Turn):
                 if words[self._buffers[b] + Buffer.VOID] == number:
                     words[released] = number  # condemned with its writer: nobody's
                     self.ring()
-                elif number < bad:
-                    return released, int(number), b
-        return None
+                elif number < bad and (first is None or number < first[1]):
+                    first = released, int(number), b
+        return first
 
     def undo(self, b: int, number: int) -> None:
         self._again.append((number, b))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from .epochs import previous
 from .errors import InvalidArgument, InvalidState, MetaTooLarge, PeerDied
 from .fields import shape_of
 from .waiting import UNSET, Timeout
@@ -161,6 +162,12 @@ class ReadSlot(Slot):
         if self._meta is None:
             self._meta = decode_meta(self._raw_meta) if self._raw_meta else {}
         return self._meta
+
+    @property
+    def previous(self) -> int:
+        """The number of the item before this one, 0 for the first. Less than ``number - 1`` where a writer died in
+        between: what it had begun and not completed left its numbers unused."""
+        return previous(self._reader.channel.control, self.epoch, self.number)
 
     def confirm(self, timeout: Timeout = UNSET) -> None:
         """The host waits until the item is complete; ``PeerDied`` if it will never be. A commit point: what was read of

@@ -135,6 +135,19 @@ def test_it_goes_on_when_the_next_one_dies_too(rig: Rigs) -> None:
     assert r.take(members[2]) is None
 
 
+def test_what_dead_ones_held_is_given_again_in_order(rig: Rigs) -> None:
+    r = rig()
+    one, two = r.join(), r.join()
+    for _ in range(3):
+        assert r.write()
+    held = [r.take(one) for _ in range(3)]
+    r.release(one, held[0])
+    assert r.write()  # in the first buffer, which so holds the newest of what `one` has
+    assert r.take(one) is not None
+    r.kill(one)
+    assert [found[0] for found in (r.take(two), r.take(two), r.take(two)) if found] == [2, 3, 4]
+
+
 def test_what_it_had_released_is_not_given_again(rig: Rigs) -> None:
     r = rig()
     one, two = r.join(), r.join()

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-_ITEMS, _BYTES, _LAST, _BUCKETS = range(4)
+_DROPPED, _NOW, _COUNTS, _TURN, _RECORDS, _BUCKETS = 0, 1, 2, 8, 9, 19
+_ITEMS, _BYTES, _LAST = range(3)  # words of each of the two COUNTS; NOW says which one holds
+_MADE, _PART, _EPOCH, _NUMBER, _NBYTES = range(5)  # words of each of the two RECORDS
 _PER_OCTAVE, _OCTAVES = 16, 40  # from 1 ns to 18 minutes
 _PORT_WORDS = _BUCKETS + _PER_OCTAVE * _OCTAVES
 _HEAD_WORDS = 8
 _EXPECTED = 0
+NOTHING = 0xFFFF  # as `part`: there is nothing of the item
 
 
 class Port:
@@ -25,10 +28,53 @@ class Port:
 
     def count(self, number: int, nbytes: int) -> None:
         """One more item, which was `number`."""
+        self._set(self.items + 1, self.bytes + nbytes, number)
+
+    def passed(self, number: int) -> None:
+        """`number` is over, and is no item that counts."""
+        if number != self.last:
+            self._set(self.items, self.bytes, number)
+
+    def _set(self, *counts: int) -> None:
+        """All of them by one store: wherever a kill strikes, they agree."""
+        words, other = self._words, self._words[_NOW] ^ 1
+        at = _COUNTS + 3 * other
+        words[at], words[at + 1], words[at + 2] = counts
+        words[_NOW] = other
+
+    def _get(self, which: int) -> int:
         words = self._words
-        words[_ITEMS] += 1
-        words[_BYTES] += nbytes
-        words[_LAST] = number
+        return words[_COUNTS + 3 * words[_NOW] + which]
+
+    def drop(self) -> None:
+        """One that came before was left out."""
+        self._words[_DROPPED] += 1
+
+    def begin(self, made: int, part: int, epoch: int, number: int, nbytes: int) -> None:
+        """What is about to be published: item `number` of writer `epoch`, part `part` of what is made of `made`. It
+        overwrites what was said two calls ago, so that one that began and never came true leaves the one before."""
+        words, turn = self._words, self._words[_TURN] ^ 1
+        at = _RECORDS + 5 * turn
+        words[at + _NUMBER] = 0
+        words[at + _MADE], words[at + _PART], words[at + _EPOCH], words[at + _NBYTES] = made, part, epoch, nbytes
+        words[at + _NUMBER] = number
+        words[_TURN] = turn
+
+    def settle(self, stands: Callable[[int, int], bool]) -> tuple[int, int] | None:
+        """After a death: counts what was published and not counted. (made, part) of the last that was published;
+        `stands` tells of (epoch, number) whether it was."""
+        words = self._words
+        last: tuple[int, int, int, int, int] | None = None
+        for turn in (0, 1):
+            made, part, epoch, number, nbytes = words[_RECORDS + 5 * turn : _RECORDS + 5 * turn + 5]
+            if number and stands(epoch, number) and (last is None or number > last[3]):
+                last = made, part, epoch, number, nbytes
+                words[_TURN] = turn
+        if last is None:
+            return None
+        if last[3] > self.last and last[1] != NOTHING:
+            self.count(last[3], last[4])
+        return last[:2]
 
     def hop(self, nanoseconds: int) -> None:
         """From the writer's publication of an item to this reader's taking it."""
@@ -36,15 +82,19 @@ class Port:
 
     @property
     def items(self) -> int:
-        return self._words[_ITEMS]
+        return self._get(_ITEMS)
 
     @property
     def bytes(self) -> int:
-        return self._words[_BYTES]
+        return self._get(_BYTES)
 
     @property
     def last(self) -> int:
-        return self._words[_LAST]
+        return self._get(_LAST)
+
+    @property
+    def dropped(self) -> int:
+        return self._words[_DROPPED]
 
     @property
     def buckets(self) -> list[int]:

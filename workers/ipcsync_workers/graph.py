@@ -29,8 +29,7 @@ def check(stages: Mapping[str, StagePlan], channels: set[str], calls: Mapping[st
                 add(("stages", name, "outputs"), told)
             writers.setdefault(channel, name)
         _check_call(name, stage, calls.get(stage.call, CallInfo()), add)
-        if stage.replicas > 1:
-            add(("stages", name, "replicas"), "more than one is not supported by this version")
+        _check_replicas(name, stage, {*stages, *channels}, add)
     for channel in sorted(channels - writers.keys()):
         told = "no stage writes it" if channel in used else "no stage uses it"
         add(("channels", channel), told)
@@ -54,6 +53,23 @@ def _check_call(name: str, stage: StagePlan, info: CallInfo, add: Add) -> None:
     for keyword, needed in info.keywords.items():
         if needed and keyword not in stage.params:
             add((*key, "params"), f"{keyword!r} is missing: {stage.call!r} needs it")
+
+
+def _check_replicas(name: str, stage: StagePlan, names: set[str], add: Add) -> None:
+    key = ("stages", name)
+    if isinstance(stage.device, tuple) and len(stage.device) != stage.replicas:
+        told = f"names {len(stage.device)} devices for {stage.replicas} replicas: one for each, or one for all"
+        add((*key, "device"), told)
+    if stage.replicas == 1:
+        return
+    if len(stage.inputs) != 1:
+        add((*key, "replicas"), f"replicas share the items of one input, and this stage has {len(stage.inputs)}")
+    if stage.policy != "block":
+        add((*key, "policy"), "replicas share every item: their policy is 'block'")
+    for each in (name, *stage.outputs):
+        taken = [f"{each}.{k}" for k in range(stage.replicas) if f"{each}.{k}" in names]
+        for other in taken:
+            add((*key, "replicas"), f"the name {other!r} is needed for a replica of {each!r}: rename what has it")
 
 
 def upstream(stages: Mapping[str, StagePlan]) -> dict[str, list[str]]:

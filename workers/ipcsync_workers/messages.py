@@ -11,27 +11,27 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
+from .plan import WorkerPlan
+
 LARGEST = 1 << 17
 
 
 class Plan(Struct, tag=True):
     """Supervisor to worker, first: what to run."""
 
-    stage: str
+    worker: WorkerPlan
     call: str
     folder: str
     directory: str  # the runtime directory
     namespace: str
-    inputs: list[str]
-    outputs: list[str]
     params: dict[str, Any]
-    device: str | None
     policy: Literal["block", "latest"]
     counters: int  # descriptor of the counters' page
-    keep_open: bool  # may be restarted: on failure its channels are left, not ended
-    patient: list[str]  # inputs whose writer may be restarted: wait for the next one
-    group: str | None  # the reader group in which the supervisor keeps its place while it is started again
-    resume: dict[str, int]  # the last item finished of each input, before it was started again
+    board: int  # ... of the board
+    words: int  # ... and how many it has
+    again: bool = False  # it is started again when it fails, or may have been: what it does can be done a second time
+    keep_open: bool = False  # it will be started again: on failure its channels are left, not ended
+    restarts: int = 0
     trace: str = ""  # folder of the trace's parts; empty: no trace
 
 

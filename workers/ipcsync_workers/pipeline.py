@@ -69,9 +69,11 @@ class Pipeline(Struct):
     def folder(self) -> Path:
         return self.path.parent
 
-    def device(self, plan: ChannelPlan | StagePlan) -> str | None:
-        """The device that a channel or stage is on, as ``ipcsync.Device`` takes it; None: cuda if there is one."""
-        device = plan.device or self.settings.device
+    def device(self, plan: ChannelPlan | StagePlan, replica: int = 0) -> str | None:
+        """The device that a channel or a stage's replica is on, as ``ipcsync.Device`` takes it; None: cuda if there is
+        one."""
+        named = plan.device or self.settings.device
+        device = named if isinstance(named, str) else named[replica]
         return None if device == "auto" else device
 
 
@@ -272,12 +274,15 @@ def _check_devices(
 ) -> None:
     named: dict[Key, str] = {("pipeline", "device"): settings.device}
     named |= {("channels", name, "device"): c.device for name, c in channels.items() if c.device}
-    named |= {("stages", name, "device"): s.device for name, s in stages.items() if s.device}
-    if all(device in ("auto", "cpu") for device in named.values()):
+    pairs = list(named.items())
+    for name, stage in stages.items():
+        devices = (stage.device,) if isinstance(stage.device, str) else stage.device or ()
+        pairs += [(("stages", name, "device"), device) for device in dict.fromkeys(devices)]
+    if all(device in ("auto", "cpu") for _, device in pairs):
         return
     from ipcsync.backends import select
 
-    for key, device in named.items():
+    for key, device in pairs:
         if device.startswith("cuda"):
             try:
                 count = select.backend("cuda").device_count()

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ipcsync import trace
-from ipcsync.errors import EndOfStream
+from ipcsync.errors import EndOfStream, InvalidState
 
-from .counters import Port
+from .counters import NOTHING, Port
+from .order import ORDER, Gate, Made
+from .sources import Source
 from .stage import Drained, Stage
+
+if TYPE_CHECKING:
+    from ipcsync import Session
 
 
 class Input:
@@ -19,12 +24,29 @@ class Input:
 
     An item counts as finished when its turn has ended and the stage goes on. One whose turn a failure ended is not
     given back: a stage that is started again (``restart = "on-failure"``) gets it once more.
+
+    `alone`: the stage has no other input, so what it writes is made of the item it took last. `replica`: the outputs
+    of a replica, which are to be told of each item. `elsewhere`: the channel is on another device than the stage.
     """
 
-    def __init__(self, reader: Any, port: Port, stage: Stage, *, resume_after: int = 0) -> None:
-        self._reader, self._port, self._stage = reader, port, stage
-        self._resume_after = resume_after
+    def __init__(
+        self,
+        source: Source,
+        port: Port,
+        stage: Stage,
+        *,
+        alone: bool = False,
+        replica: Sequence[Output] = (),
+        elsewhere: bool = False,
+    ) -> None:
+        self.source, self._port, self._stage = source, port, stage
+        self._alone, self._replica, self._elsewhere = alone, replica, elsewhere
         self._ended: list[tuple[Any, int]] = []  # turns that are over if the stage goes on: (slot, bytes)
+
+    @property
+    def finished(self) -> int:
+        """How many items the stage is done with, over all its lives."""
+        return self._port.items
 
     def slots(self, *, timeout: float | None = None) -> Iterator[Any]:
         """Every item until the channel ends: ``slot.array`` (or ``slot["field"]``), ``slot.meta``, ``slot.number``.
@@ -36,11 +58,10 @@ class Input:
         """
         while True:
             try:
-                slot = self._next(timeout)
+                slot = self.take(timeout=timeout)
             except EndOfStream:
                 return
-            self._ended.append((slot, _nbytes(slot)))  # whatever ends this turn but a failure, it is over then
-            with nullcontext() if self._stage.outputs else _timed(self._stage):
+            with nullcontext() if self._stage.outputs else timed(self._stage):
                 yield slot
 
     @contextmanager
@@ -55,6 +76,12 @@ class Input:
             raise
         self._finish(slot, nbytes)
 
+    def take(self, *, timeout: float | None = None) -> Any:
+        """The next item, until the one after it is taken."""
+        slot = self._next(timeout)
+        self._ended.append((slot, _nbytes(slot)))  # whatever ends this turn but a failure, it is over then
+        return slot
+
     def finish(self) -> None:
         """The stage goes on, or has returned: gives back what it is done with."""
         while self._ended:
@@ -62,26 +89,62 @@ class Input:
 
     def _next(self, timeout: float | None) -> Any:
         self.finish()
-        while True:
-            slot = self._reader.get(self._stage.stream, timeout=timeout)
-            if slot.number > self._resume_after:
-                break
-            slot.release()  # finished before the stage was started again, but not given back
-        if not self._stage.outputs:
+        slot = self.source.take(timeout)
+        if not self._stage.outputs or self._elsewhere:
             slot.confirm()
         self._port.hop(time.monotonic_ns() - slot.published)
+        self._stage.made = Made(slot.number, slot.previous if self._replica else 0) if self._alone else None
+        for output in self._replica:
+            output.owe(self._stage.made)
         return slot
 
     def _finish(self, slot: Any, nbytes: int) -> None:
-        self._port.count(slot.number, nbytes)  # first: an item counted and not given back is known, see _next
-        slot.release()
+        if self._elsewhere and self._stage.stream is not None:
+            self._stage.stream.synchronize()  # its copy of the item is not on the channel's own streams
+        for output in self._replica:
+            output.over(slot.number)
+        self.source.finish(slot, nbytes)
+
+
+def arrived(session: Session, inputs: Sequence[Input], timeout: float | None) -> list[Input]:
+    """Those that have an item, or have ended, after waiting for at most `timeout`; none if that passed."""
+    ready = [each for each in inputs if each.source.ready() or not each.source.readers]
+    if ready:
+        return ready
+    owner = {reader: each for each in inputs for reader in each.source.readers}
+    return list(dict.fromkeys(owner[reader] for reader in session.select(list(owner), timeout)))
 
 
 class Output:
-    """An output of a running stage: the one writer of a channel."""
+    """An output of a running stage: the one writer of a channel.
 
-    def __init__(self, writer: Any, port: Port, stage: Stage) -> None:
-        self._writer, self._port, self._stage = writer, port, stage
+    `again`: the stage may be started again, or has been. What a killed life of it had published of an item is not
+    published a second time when the item is given to it again. `gate`: of a replica.
+    """
+
+    def __init__(
+        self,
+        writer: Any,
+        port: Port,
+        stage: Stage,
+        *,
+        stream: Any = None,
+        again: bool = False,
+        gate: Gate | None = None,
+        elsewhere: bool = False,
+    ) -> None:
+        self._writer, self._port, self._stage, self._stream = writer, port, stage, stream
+        self._again, self._gate, self._elsewhere = again, gate, elsewhere
+        self._before = port.settle(writer.stands) if again else None  # (item, part) last published
+        self._part, self._made = 0, -1
+        self._number: int | None = None  # of the last item published in this life
+        self._owed: list[Made] = []  # a replica's items that nothing was written of yet
+
+    @property
+    def written(self) -> int:
+        """How many items the stage has published here, over all its lives: where a source goes on that was started
+        again."""
+        return self._port.items
 
     @contextmanager
     def slot(self, *, meta: Mapping[str, Any] | None = None, timeout: float | None = None) -> Iterator[Any]:
@@ -90,21 +153,84 @@ class Output:
         An exception in the block publishes nothing, and so does ``slot.discard()``. `meta` is a small map that goes
         with the item. `timeout`: seconds to wait for a buffer that every reader is done with.
         """
-        if self._stage.draining and not self._stage.inputs:
+        stage, made = self._stage, self._stage.made
+        if stage.draining and not stage.inputs:
             raise Drained
-        with self._writer.slot(self._stage.stream, meta=dict(meta or {}), timeout=timeout) as slot:
-            with _timed(self._stage):
+        if self._gate is not None:
+            made = self._admit(made, timeout)
+        with self._writer.slot(self._stream, meta=dict(meta or {}), timeout=timeout) as slot:
+            with timed(stage):
                 yield slot
-            nbytes = 0 if slot.number is None else _nbytes(slot)
-        if slot.number is not None:  # else it was discarded
+            if slot.number is None:  # discarded
+                return
+            if self._elsewhere and stage.stream is not None:
+                stage.stream.synchronize()  # its copy to the channel's device is not on the channel's own streams
+            nbytes = _nbytes(slot)
+            if self._again and not self._begin(slot, made, nbytes):
+                slot.discard()
+            elif self._gate is not None and made is not None:
+                slot.meta[ORDER] = list(made)
+        if slot.number is not None:
+            self._number = slot.number
             self._port.count(slot.number, nbytes)
+        if made in self._owed:
+            self._owed.remove(made)
+
+    def _begin(self, slot: Any, made: Made | None, nbytes: int) -> bool:
+        """Notes what is about to be published; False if it was already."""
+        item = made.number if made is not None else 0
+        self._part = self._part + 1 if item == self._made else 0
+        self._made = item
+        if item and self._before is not None and item == self._before[0] and self._part <= self._before[1]:
+            return False
+        number = slot.number if self._number is None else self._number + 1  # others may have been open at once
+        self._port.begin(item, min(self._part, NOTHING - 1), slot.epoch, number, nbytes)
+        return True
+
+    # -- a replica's
+
+    def owe(self, made: Made | None) -> None:
+        """The stage took an item."""
+        if made is not None:
+            self._owed.append(made)
+
+    def over(self, number: int) -> None:
+        """The stage is done with it. If it has written nothing of it, that is said: others wait for it."""
+        for made in [made for made in self._owed if made.number == number]:
+            self._nothing(made)
+
+    def _admit(self, made: Made | None, timeout: float | None) -> Made:
+        name = self._stage.name
+        if made is None or made not in self._owed:
+            raise InvalidState(
+                f"{name!r} is a replica: it writes at most one item for each that it has taken, so that their order "
+                "can be kept; without replicas a stage may write as it likes"
+            )
+        while self._owed[0] != made:
+            self._nothing(self._owed[0])  # made of several: only the last of them has something
+        assert self._gate is not None
+        self._gate.wait(made, timeout, f"replica {name!r} is ahead of the others")
+        return made
+
+    def _nothing(self, made: Made) -> None:
+        self._owed.remove(made)
+        if self._before is not None and self._before[0] == made.number:
+            return
+        assert self._gate is not None
+        self._gate.wait(made, None, "")
+        with self._writer.slot(self._stream, meta={ORDER: [*made, 0]}, timeout=None) as slot:
+            number = slot.number if self._number is None else self._number + 1
+            if self._again:
+                self._port.begin(made.number, NOTHING, slot.epoch, number, 0)
+        self._number = slot.number
+        self._port.passed(slot.number)
 
 
 def _nbytes(slot: Any) -> int:
     return sum(slot[name].nbytes for name in slot)
 
 
-def _timed(stage: Stage) -> AbstractContextManager[None]:
+def timed(stage: Stage) -> AbstractContextManager[None]:
     """For a trace: the time that the device takes for what the block enqueues."""
     recorder = trace.ACTIVE
     if recorder is None or stage.device.type == "cpu":

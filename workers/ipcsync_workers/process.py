@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from . import messages
-from .counters import Counters
 
 _CHUNK = 1 << 16
 
@@ -20,7 +19,7 @@ _CHUNK = 1 << 16
 class Process:
     """A running ``ipcsync_workers.worker``. ``outcome`` is its last word, None while it has not said it."""
 
-    def __init__(self, plan: messages.Plan, counters: Counters, say: Callable[[str], None]) -> None:
+    def __init__(self, plan: messages.Plan, say: Callable[[str], None]) -> None:
         self.ready = False
         self.outcome: messages.Done | messages.Failed | None = None
         self._say = say
@@ -31,7 +30,7 @@ class Process:
         # and threads do not survive a fork.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "ipcsync_workers.worker", str(theirs.fileno())],
-            pass_fds=(theirs.fileno(), counters.fd),
+            pass_fds=(theirs.fileno(), plan.counters, plan.board),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -45,18 +45,18 @@ class StagePlan(Struct, kw_only=True):
     inputs: tuple[Name, ...] = ()
     outputs: tuple[Name, ...] = ()
     params: dict[str, Any] = {}
-    device: Device | None = None
+    device: Device | tuple[Device, ...] | None = None  # several: one for each replica
     policy: Policy = "block"  # of its inputs; "latest" passes over what it was too slow for
     replicas: Annotated[int, Meta(ge=1, le=64)] = 1
     restart: Restart = "never"
-    restart_limit: Annotated[int, Meta(ge=0)] = 3
+    restart_limit: Annotated[int, Meta(ge=0, le=50)] = 3  # a channel remembers its last 64 writers
     restart_delay: Annotated[float, Meta(ge=0, le=3600)] = 0.5  # seconds; doubled at every further restart
 
 
 #: What a value that does not fit should have been, in words.
 WANTED = {
     "name": "1 to 60 letters, digits, '_', '.' or '-'",
-    "device": "'auto', 'cpu', 'cuda' or 'cuda:N'",
+    "device": "'auto', 'cpu', 'cuda' or 'cuda:N' (of a stage with replicas: or a list with one for each)",
     "shape": "a list of at most 8 whole numbers, each at least 1",
     "dtype": "the name of a data type, such as 'uint8'",
     "depth": "a whole number from 2 to 4096",
@@ -68,6 +68,6 @@ WANTED = {
     "policy": "'block' or 'latest'",
     "replicas": "a whole number from 1 to 64",
     "restart": "'never' or 'on-failure'",
-    "restart_limit": "a whole number from 0",
+    "restart_limit": "a whole number from 0 to 50",
     "restart_delay": "seconds, from 0 to 3600",
 }

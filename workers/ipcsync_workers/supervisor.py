@@ -22,7 +22,9 @@ from ipcsync.errors import DeviceUnavailable, IpcSyncError, OutOfSpace, QuotaExc
 
 from . import messages
 from .counters import Counters
+from .order import META_BYTES, OVER, Board
 from .pipeline import Pipeline, invalid
+from .plan import WorkerPlan, lay_out
 from .process import Process
 from .schema import StagePlan
 
@@ -40,10 +42,10 @@ class Show(Protocol):
 
 
 class StageRun:
-    """A stage of a running pipeline, over all its restarts."""
+    """A worker of a running pipeline, over all its restarts: a stage, or one of its replicas."""
 
-    def __init__(self, name: str, plan: StagePlan) -> None:
-        self.name, self.plan = name, plan
+    def __init__(self, worker: WorkerPlan, plan: StagePlan) -> None:
+        self.name, self.worker, self.plan = worker.name, worker, plan
         self.counters = Counters.create(plan.inputs, plan.outputs)
         self.process: Process | None = None
         self.restarts = 0
@@ -52,22 +54,10 @@ class StageRun:
         self.error = ""
         self.counts: dict[str, int] = {}
         self.ended = 0.0  # time.monotonic() when it ended
-        self.places: list[Any] = []  # readers of ours in its group, that keep its items while it is started again
 
     @property
     def over(self) -> bool:
         return self.state in ("done", "stopped", "failed")
-
-    @property
-    def group(self) -> str | None:
-        """The reader group of a stage that may be started again: its place is kept, and no item is lost."""
-        return self.name if self.plan.restart == "on-failure" and self.plan.policy == "block" else None
-
-    def end(self, state: str) -> None:
-        self.state = state
-        for place in self.places:
-            place.close()
-        self.places.clear()
 
 
 class Supervisor:
@@ -78,7 +68,12 @@ class Supervisor:
     ) -> None:
         self.pipeline, self.show = pipeline, show
         self.trace = trace  # a folder: each worker writes its part of a trace there
-        self.stages = {name: StageRun(name, plan) for name, plan in pipeline.stages.items()}
+        self.layout = lay_out(pipeline)
+        self.board = Board.create(self.layout.words)
+        self.stages = {
+            name: StageRun(worker, pipeline.stages[worker.stage]) for name, worker in self.layout.workers.items()
+        }
+        self._places: dict[str, list[Any]] = {}  # by group: readers of ours, so that it lives while no worker does
         self.namespace = f"{pipeline.settings.name}-{secrets.token_hex(4)}"
         self.directory = runtime.directory(directory, create=True)
         self.interrupted: int | None = None  # the signal that ended the run
@@ -111,6 +106,7 @@ class Supervisor:
         """Lets the counters go: the last thing, when the run has been reported."""
         for stage in self.stages.values():
             stage.counters.close()
+        self.board.close()
 
     def _session(self) -> Any:
         return ipcsync.connect(self.directory, name="supervisor", namespace=self.namespace, start_broker=True)
@@ -130,22 +126,28 @@ class Supervisor:
     def _create_channels(self, session: Any) -> None:
         """All channels exist before any worker does. What this machine cannot give is a mistake of the file."""
         problems, made = [], {}
-        for name, plan in self.pipeline.channels.items():
+        for name, real in self.layout.channels.items():
+            plan = self.pipeline.channels[real.plan]
             fields = {key: ipcsync.Field(f.shape, f.dtype) for key, f in plan.fields.items()}
             what: dict[str, Any] = {"fields": fields} if fields else {"shape": plan.shape, "dtype": plan.dtype}
-            device = self.pipeline.device(plan)
             try:
                 made[name] = session.create_channel(
-                    name, depth=plan.depth, meta_bytes=plan.meta_bytes, device=device, **what
+                    name,
+                    depth=real.depth,
+                    meta_bytes=plan.meta_bytes + (META_BYTES if name != real.plan else 0),
+                    max_readers=real.max_readers,
+                    device=self.pipeline.device(plan),
+                    **what,
                 )
             except (OutOfSpace, QuotaExceeded, DeviceUnavailable) as error:
-                line = self.pipeline.lines.get(("channels", name), 1)
-                problems.append((line, f"channels.{name}", str(error)))
+                line = self.pipeline.lines.get(("channels", real.plan), 1)
+                problems.append((line, f"channels.{real.plan}", str(error)))
         if problems:
             raise invalid(self.pipeline.path, problems)
-        for stage in self.stages.values():
-            if stage.group:
-                stage.places = [made[name].reader(group=stage.group) for name in stage.plan.inputs]
+        for worker in self.layout.workers.values():
+            if worker.group and worker.group not in self._places:
+                channels = [made[name] for each in worker.inputs for name in each.channels]
+                self._places[worker.group] = [channel.reader(group=worker.group) for channel in channels]
 
     def _supervise(self) -> None:
         self.began = time.monotonic()
@@ -170,27 +172,24 @@ class Supervisor:
         stage.restart_at = None
         stage.state = "running" if self._going else "starting"
         plan = stage.plan
-        writers = {channel: each.plan for each in self.stages.values() for channel in each.plan.outputs}
+        again = plan.restart == "on-failure"
         process = stage.process = Process(
             messages.Plan(
-                stage=stage.name,
+                worker=stage.worker,
                 call=plan.call,
                 folder=str(self.pipeline.folder),
                 directory=str(self.directory),
                 namespace=self.namespace,
-                inputs=list(plan.inputs),
-                outputs=list(plan.outputs),
                 params=plan.params,
-                device=self.pipeline.device(plan),
                 policy=plan.policy,
                 counters=stage.counters.fd,
-                keep_open=plan.restart == "on-failure" and stage.restarts < plan.restart_limit,
-                patient=[name for name in plan.inputs if writers[name].restart == "on-failure"],
-                group=stage.group,
-                resume={name: port.last for name, port in stage.counters.inputs.items()},
+                board=self.board.fd,
+                words=self.layout.words,
+                again=again,
+                keep_open=again and stage.restarts < plan.restart_limit,
+                restarts=stage.restarts,
                 trace="" if self.trace is None else str(self.trace),
             ),
-            stage.counters,
             lambda text: self.show.line(stage.name, text),
         )
         self._select.register(process.end, selectors.EVENT_READ, lambda: self._heard(stage, process))
@@ -228,11 +227,11 @@ class Supervisor:
         for what, n in outcome.counts.items():
             stage.counts[what] = stage.counts.get(what, 0) + n
         if isinstance(outcome, messages.Done):
-            stage.end("done")
+            self._end(stage, "done")
             return
         stage.error = outcome.traceback
         if outcome.consequence:
-            stage.end("stopped")
+            self._end(stage, "stopped")
             self._stop()
             return
         plan = stage.plan
@@ -247,8 +246,19 @@ class Supervisor:
                 f"stage {stage.name!r} failed; restart {stage.restarts} of {plan.restart_limit} in {delay:g} s"
             )
             return
-        stage.end("failed")
+        self._end(stage, "failed")
         self._stop()
+
+    def _end(self, stage: StageRun, state: str) -> None:
+        """It will not be started again: nobody keeps its place, or waits for what it might have finished."""
+        stage.state = state
+        for each in stage.worker.inputs:
+            if each.floor >= 0:
+                self.board[each.floor] = OVER
+        group = stage.worker.group
+        if all(each.over for each in self.stages.values() if each.worker.group == group):
+            for place in self._places.pop(group or "", []):
+                place.close()
 
     # -- stopping
 
@@ -281,7 +291,7 @@ class Supervisor:
             for stage in self.stages.values():
                 if stage.state == "restarting":
                     stage.restart_at = None
-                    stage.end("failed")
+                    self._end(stage, "failed")
             self._signal_all(signal.SIGTERM)
 
     def _signal_all(self, number: int) -> None:

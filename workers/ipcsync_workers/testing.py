@@ -17,7 +17,7 @@ from typing import Any
 
 from ipcsync.errors import EndOfStream, InvalidState
 
-from .stage import Stage, run
+from .stage import Sink, Slots, Stage, run
 
 
 @dataclass
@@ -27,6 +27,7 @@ class Item:
     value: Any
     meta: dict[str, Any] = field(default_factory=dict)
     number: int = 0
+    previous: int = 0
     discarded: bool = False
 
     @property
@@ -49,6 +50,7 @@ class Item:
         self.value[name] = self.value[name][tuple(slice(0, extent) for extent in shape)]
 
     def discard(self) -> None:
+        """As if it had never been."""
         self.discarded = True
 
     def confirm(self) -> None:
@@ -83,16 +85,30 @@ class _Inputs:
 
     @contextmanager
     def get(self, *, timeout: float | None = None) -> Iterator[Item]:
+        yield self.take()
+
+    def take(self, *, timeout: float | None = None) -> Item:
         if self._next == len(self._items):
             raise EndOfStream("every input that the test gave was read")
         self._next += 1
-        yield self._items[self._next - 1]
+        return self._items[self._next - 1]
+
+    def finish(self) -> None:
+        """Nothing is given back here."""
+
+    @property
+    def finished(self) -> int:
+        return self._next
 
 
 class _Outputs:
     def __init__(self, like: Any) -> None:
         self._like = like
         self.items: list[Item] = []
+
+    @property
+    def written(self) -> int:
+        return len(self.items)
 
     @contextmanager
     def slot(self, *, meta: Mapping[str, Any] | None = None, timeout: float | None = None) -> Iterator[Item]:
@@ -133,8 +149,10 @@ def run_stage(
 
     stage = Stage(getattr(function, "__name__", "stage"), params=dict(params or {}), device=as_device(device))
     given = inputs if isinstance(inputs, Mapping) else {"input": inputs}
-    stage.inputs = {name: _Inputs(items) for name, items in given.items()}
+    sources: dict[str, Slots] = {name: _Inputs(items) for name, items in given.items()}
+    stage.inputs = sources
     made = {name: _Outputs(like) for name, like in (outputs or {"output": output}).items()}
-    stage.outputs = dict(made)
+    sinks: dict[str, Sink] = dict(made.items())
+    stage.outputs = sinks
     run(function, stage)
     return {name: each.items for name, each in made.items()} if outputs else made["output"].items

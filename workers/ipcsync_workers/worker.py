@@ -12,7 +12,6 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
@@ -20,13 +19,13 @@ from typing import Any
 
 import ipcsync
 from ipcsync import trace
-from ipcsync.device import as_device
 from ipcsync.errors import PeerDied, SessionClosed
 
 from . import messages
 from .calls import CallInvalid, resolve
 from .counters import Counters
-from .ports import Input, Output
+from .joining import attend, begin, join, lead
+from .order import Board
 from .stage import Stage, run
 
 _GRACE = 3.0  # seconds that a stage has to leave by itself once its supervisor is gone
@@ -49,14 +48,16 @@ def main(fd: int) -> int:
     if plan is None:
         return 1
     signal.signal(signal.SIGTERM, _stop)
+    worker = plan.worker
     if plan.trace:
-        trace.start(Path(plan.trace), plan.stage)
-    counters = Counters(plan.counters, plan.inputs, plan.outputs)
+        trace.start(Path(plan.trace), worker.name)
+    names = [each.name for each in worker.inputs], [each.name for each in worker.outputs]
+    counters, board = Counters(plan.counters, *names), Board(plan.board, plan.words)
     counts: dict[str, int] = {}
     try:
         with ExitStack() as stack:
             stack.callback(trace.stop)
-            _work(plan, end, counters, counts, stack)
+            _work(plan, end, counters, board, counts, stack)
     except BaseException as error:
         messages.send(end, _failure(error, counts))
         return 1
@@ -65,35 +66,32 @@ def main(fd: int) -> int:
 
 
 def _work(
-    plan: messages.Plan, end: socket.socket, counters: Counters, counts: dict[str, int], stack: ExitStack
+    plan: messages.Plan,
+    end: socket.socket,
+    counters: Counters,
+    board: Board,
+    counts: dict[str, int],
+    stack: ExitStack,
 ) -> None:
     os.chdir(plan.folder)  # params name paths relative to the file
     function = resolve(plan.call, Path(plan.folder))
+    worker = plan.worker
     session = stack.enter_context(
-        ipcsync.connect(plan.directory, name=plan.stage, namespace=plan.namespace, default_timeout=None)
+        ipcsync.connect(plan.directory, name=worker.name, namespace=plan.namespace, default_timeout=None)
     )
-    device = as_device(plan.device)
-    # On the cpu the stage's stream is its own thread: what plain numpy code does is in order with the items.
-    stream = None if device.type == "cpu" else stack.enter_context(ipcsync.Stream(device))
 
     def expected(items: int) -> None:
         counters.expected = items
 
-    stage = Stage(plan.stage, params=plan.params, device=device, stream=stream, session=session, expected=expected)
-    inputs = []
-    for name in plan.inputs:
-        reader = session.open_channel(name).reader(
-            policy=plan.policy, group=plan.group, on_writer_death="wait" if name in plan.patient else "raise"
-        )
-        stack.enter_context(reader)
-        inputs.append(Input(reader, counters.inputs[name], stage, resume_after=plan.resume.get(name, 0)))
-        stage.inputs[name] = inputs[-1]
+    stage = begin(worker, plan.params, session, stack, expected=expected, restarts=plan.restarts)
+    # Readers are given back after the writers are: a failed stage ends its outputs first.
+    readers = [join(worker, each, stage, stack, policy=plan.policy) for each in worker.inputs]
     if plan.keep_open:
         stack.push(_abandon)
-    for name in plan.outputs:
-        writer = session.open_channel(name).writer()
-        stack.push(_leave(writer, detach=plan.keep_open))
-        stage.outputs[name] = Output(writer, counters.outputs[name], stage)
+    for output in worker.outputs:
+        lead(worker, output, stage, stack, counters, board, again=plan.again, keep_open=plan.keep_open)
+    for each, found in zip(worker.inputs, readers, strict=True):
+        attend(worker, each, found, stage, counters, board)
 
     def tell(kind: type[BaseException] | None, error: BaseException | None, where: Any) -> None:
         """Before the channels are left: nobody hears of the consequences of this failure before the failure."""
@@ -106,10 +104,10 @@ def _work(
     threading.Thread(target=_listen, args=(end, stage, go), name="supervisor", daemon=True).start()
     messages.send(end, messages.Ready())
     go.wait()
-    with trace.span("stage", plan.stage):
+    with trace.span("stage", worker.name):
         run(function, stage)
-        for each in inputs:
-            each.finish()
+        for port in stage.inputs.values():
+            port.finish()
 
 
 def _abandon(kind: type[BaseException] | None, error: BaseException | None, where: Any) -> None:
@@ -119,18 +117,6 @@ def _abandon(kind: type[BaseException] | None, error: BaseException | None, wher
         trace.stop()
         sys.stdout.flush()
         os._exit(1)
-
-
-def _leave(writer: Any, *, detach: bool) -> Callable[..., None]:
-    """Ends the writer's channel as the stage ended; one that may be started again leaves it open when it failed."""
-
-    def leave(kind: type[BaseException] | None, error: BaseException | None, where: Any) -> None:
-        if error is not None and detach:
-            writer.detach()
-        else:
-            writer.__exit__(kind, error, where)
-
-    return leave
 
 
 def _listen(end: socket.socket, stage: Stage, go: threading.Event) -> None:
