@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .backends.base import Backend
     from .host_waits import Waiting
 
-Reached = Callable[[], bool]
+Wait = tuple[memoryview, int, int]  # words, the index of one, and what it has to reach
 
 
 class Budget:
@@ -31,13 +31,13 @@ class Budget:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.held = 0  # how often a caller was kept
-        self._blocked: dict[Hashable, deque[Reached]] = {}  # stream -> its waits, in order
+        self._blocked: dict[Hashable, deque[Wait]] = {}  # stream -> its waits, in order
         self._lock = threading.Lock()
 
     def enter(
         self,
         stream: Hashable,
-        reached: Reached,
+        wait: Wait,
         deadline: Deadline,
         name: str,
         *,
@@ -49,9 +49,9 @@ class Budget:
 
         Raises ``WaitTimeout`` at the deadline and ``WouldBlock`` where `block` is false.
         """
-        if reached():
+        if reached(wait):
             return False
-        if self._place(stream, reached):
+        if self.place(stream, wait):
             return True
         check()
         if not block:
@@ -60,23 +60,21 @@ class Budget:
         if self.held == 1:
             warnings.warn(f"a wait for {name!r} keeps its caller: {self._why()}", RuntimeWarning, stacklevel=4)
         if waiting is None:
-            return self._keep(stream, reached, deadline, name, check)
+            return self._keep(stream, wait, deadline, name, check)
         with waiting() as seen:
 
             def look() -> None:
                 seen.still()
                 check()
 
-            return self._keep(stream, reached, deadline, name, look)
+            return self._keep(stream, wait, deadline, name, look)
 
-    def _keep(
-        self, stream: Hashable, reached: Reached, deadline: Deadline, name: str, check: Callable[[], None]
-    ) -> bool:
+    def _keep(self, stream: Hashable, wait: Wait, deadline: Deadline, name: str, check: Callable[[], None]) -> bool:
         nap = 50e-6
         while True:
-            if reached():
+            if reached(wait):
                 return False
-            if self._place(stream, reached):
+            if self.place(stream, wait):
                 return True
             check()
             left = deadline.left()
@@ -89,7 +87,8 @@ class Budget:
             time.sleep(min(nap, left))
             nap = min(nap * 1.5, 1e-3)
 
-    def _place(self, stream: Hashable, reached: Reached) -> bool:
+    def place(self, stream: Hashable, wait: Wait) -> bool:
+        """Takes a place for the stream if there is one."""
         with self._lock:
             waits = self._blocked.get(stream)
             if waits is None:
@@ -99,15 +98,15 @@ class Budget:
                     if len(self._blocked) >= self.limit:
                         return False
                 waits = self._blocked[stream] = deque()
-            while waits and waits[0]():
+            while waits and reached(waits[0]):
                 waits.popleft()
-            waits.append(reached)
+            waits.append(wait)
             return True
 
     def _settle(self, stream: Hashable) -> None:
         """A stream is at the first of its waits that has not been reached; with none left it runs."""
         waits = self._blocked[stream]
-        while waits and waits[0]():
+        while waits and reached(waits[0]):
             waits.popleft()
         if not waits:
             del self._blocked[stream]
@@ -117,6 +116,14 @@ class Budget:
             f"the wait budget of this process is {self.limit} streams blocked on others at once (its hardware queues "
             "less a reserve) and all are; start it with CUDA_DEVICE_MAX_CONNECTIONS=32, or wait on fewer streams"
         )
+
+
+def reached(wait: Wait) -> bool:
+    words, index, value = wait
+    try:
+        return words[index] >= value
+    except ValueError:
+        return True  # unmapped meanwhile
 
 
 _budgets: dict[tuple[Backend, int], Budget | None] = {}

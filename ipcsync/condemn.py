@@ -83,9 +83,7 @@ def condemn(
             words[ledger.cell(cell) + Cell.FLAGS] |= Cell.RELEASE
             release_word(ledger, cell)
     for cell in {*dead, *report.verdicts}:
-        at = ledger.cell(cell)
-        ledger.wake(at + Cell.WORD)
-        ledger.wake(at + Cell.ISSUED)
+        ledger.wake(ledger.cell(cell))
     words[Header.CONDEMNING] += 1  # even again
     return report
 

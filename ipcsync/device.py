@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from .errors import DeviceUnavailable, InvalidArgument
@@ -29,7 +30,13 @@ class Device:
         return select.backend(self).uuid(self.index)
 
 
-CPU = Device("cpu")
+@cache
+def the(kind: str, index: int) -> Device:
+    """The one object for each, so that `is` mostly tells, which is quicker than `==`."""
+    return Device(kind, index)
+
+
+CPU = the("cpu", 0)
 
 
 def parse(device: object = None) -> tuple[str, int | None]:
@@ -70,10 +77,10 @@ def as_device(device: object = None) -> Device:
 
     backend = select.backend(kind)
     if index is None:
-        return Device(kind, backend.current_device())
+        index = backend.current_device()
     if not 0 <= index < backend.device_count():
         raise DeviceUnavailable(
             f"there is no {kind}:{index}: this process sees {backend.device_count()} (CUDA_VISIBLE_DEVICES?); "
             "`ipcsync doctor` lists them"
         )
-    return device if isinstance(device, Device) else Device(kind, index)
+    return the(kind, index)

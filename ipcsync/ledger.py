@@ -10,7 +10,8 @@ section   of                       written by
 header    1 x 4096 bytes           the broker
 blocks    ``sessions`` x 4096      a block's first line and name: the broker; its life word and waits: its session;
                                    its taint: whoever condemns
-cells     ``events`` x 256         line 0 (``WORD``): the recorder's stream, on the device; line 1: the recorder's host;
+cells     ``events`` x 256         line 0 (``WORD``): the recorder's stream, on the device; line 1: the recorder's host,
+                                   but for its BELL (bells.py: whoever sleeps, whoever wakes);
                                    lines 2 and 3: the broker, or whoever condemns
 ========  =======================  ====================================================================================
 
@@ -24,7 +25,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import linux
+from . import bells, linux
 from .errors import ProtocolMismatch
 from .shm import Region
 
@@ -68,6 +69,7 @@ class Cell:
 
     WORD = 0
     ISSUED, INTENT, CUDA_ROUND = 8, 9, 10  # CUDA_ROUND: last round that the CUDA event was recorded for as well
+    BELL = 11  # what hosts that wait for this cell sleep on, see bells.py: theirs and the recorder's
     VERDICT, RECORDER, INCARNATION, STATE, FLAGS = 16, 17, 18, 19, 20  # RECORDER: block + 1, 0 when nobody has the pen
     CAUSE, CULPRIT_SESSION, CULPRIT_PID = 21, 22, 23
     CULPRIT_NAME = 24  # ..31
@@ -108,6 +110,7 @@ class Ledger:
             )
         self.sessions, self.events = words[Header.SESSIONS], words[Header.EVENTS]
         self._blocks, self._cells = words[Header.BLOCKS_AT] // 8, words[Header.CELLS_AT] // 8
+        region.bell_of = self._bell_of
 
     @classmethod
     def create(cls, path: Path, *, sessions: int = 256, events: int = 16384) -> Ledger:
@@ -142,8 +145,13 @@ class Ledger:
         """The address of a word in this process: what a futex call takes, and on cuda the device pointer as well."""
         return self.region.address + 8 * word
 
+    def _bell_of(self, word: int) -> int | None:
+        at = word - self._cells
+        return None if at < 0 else word - at % CELL_WORDS + Cell.BELL
+
     def wake(self, word: int) -> None:
-        linux.futex_wake(self.region.address + 8 * word)
+        """Wakes whoever waits for a word of this cell."""
+        bells.toll(self.region, word - (word - self._cells) % CELL_WORDS + Cell.BELL)
 
     # -- the boot token
 

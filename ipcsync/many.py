@@ -12,7 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import linux
+from . import bells, linux
 from .errors import EndOfStream, InvalidArgument, WaitTimeout
 from .ledger import Cell
 from .ring import Head
@@ -32,14 +32,16 @@ def _words_of(readers: Sequence[Reader]) -> list[Word]:
     """The words that change when one of the readers has something to take, or its stream ends or changes hands."""
     found: list[Word] = []
     for reader in readers:
-        timeline, control = reader._epochs.timeline, reader._control
-        for region, word in (
-            (timeline.region, timeline.at + Cell.ISSUED),
-            (timeline.region, timeline.at + Cell.WORD),
-            (control.region, Head.EPOCH),
-        ):
-            found.append((region.address + 8 * word, region.words[word]))
+        control = reader._control
+        found.append(_bell_of(reader._epochs.timeline))
+        found.append((control.region.address + 8 * Head.EPOCH, control.words[Head.EPOCH]))
     return found
+
+
+def _bell_of(timeline: Timeline) -> Word:
+    """What changes with the event's words. They must be looked at after this."""
+    bell = timeline.at + Cell.BELL
+    return timeline.region.address + 8 * bell, bells.announce(timeline.region, bell)
 
 
 def select(session: Session, readers: Sequence[Reader], timeout: Timeout = UNSET) -> list[Reader]:
@@ -177,10 +179,9 @@ async def synchronize(timeline: Timeline, round: int, deadline: Deadline) -> Non
         timeline.between_slices(round)
         return bool(done)
 
-    word = timeline.at + Cell.WORD
     await timeline.session.waiter.until(
         ready,
-        lambda: [(timeline.region.address + 8 * word, timeline.region.words[word])],
+        lambda: [_bell_of(timeline)],
         deadline,
         f"round {round} of {timeline.name!r}",
         polled=timeline.backend.device_writes,

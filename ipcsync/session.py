@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from . import __version__, condemn, config, errors, failpoints, linux, runtime, wire
-from .budget import budget_of
+from .budget import budget_of, reached
 from .host_waits import BUDGET
 from .ledger import LAYOUT, Block, Cell, Ledger
 from .life import LifeFile, seen
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from .announcements import Announcements, Watch
     from .backends.base import Backend, RawStream
+    from .budget import Budget
     from .channel import Channel
     from .channel_reader import Reader
     from .device import Device
@@ -247,6 +248,10 @@ class Session:
         """That of one which reads memory of `device`: of that device, unless the caller names another one's."""
         return resolve_any(stream, device) if stream is not None else self.stream(None, device)
 
+    def budget(self, backend: Backend, raw: RawStream) -> Budget | None:
+        """The wait budget that a stream counts in."""
+        return budget_of(backend, backend.stream_device(raw))
+
     def admit(
         self,
         backend: Backend,
@@ -261,20 +266,13 @@ class Session:
     ) -> bool:
         """Whether a wait for a word is to be put on the stream: not if it is reached meanwhile. Within the wait budget
         of this process and device; beyond it the caller is kept."""
-        words = region.words
-
-        def reached() -> bool:
-            try:
-                return bool(words[index] >= value)
-            except ValueError:
-                return True  # unmapped meanwhile
-
-        if reached():
+        wait = region.words, index, value
+        if reached(wait):
             return False
-        budget = budget_of(backend, backend.stream_device(raw))
+        budget = self.budget(backend, raw)
         return budget is None or budget.enter(
             backend.stream_key(raw),
-            reached,
+            wait,
             deadline,
             name,
             block=block,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from . import errors, wire
 from .ledger import Cell
 from .session import check_name
-from .stream import resolve_any
+from .stream import Stream, resolve_any
 from .waiting import UNSET, Deadline, Timeout, wait_word
 
 if TYPE_CHECKING:
@@ -71,8 +71,11 @@ class SharedEvent:
         The first record of a session takes the pen (one call to the broker): ``RecorderBusy`` if another has it.
         """
         timeline = self._timeline
-        raw = self.session.stream(stream, self.device)
-        if not timeline.has_pen:
+        if stream.__class__ is Stream and stream.device is self.device:
+            raw = stream._raw
+        else:
+            raw = self.session.stream(stream, self.device)
+        if not timeline._pen:
             self._check()
             timeline.take_pen(lambda: self._take(timeout))
         return timeline.record(raw)
@@ -103,16 +106,23 @@ class SharedEvent:
         enqueued), and not at all with ``block=False`` (``WouldBlock``). On the host's own thread the stream is the
         caller. Raises ``PeerDied`` when the round will never be true.
         """
-        self._check()
-        raw = resolve_any(stream, self.device, streams=self.session.streams)
         timeline = self._timeline
-        timeline.wait(raw, timeline.resolve(round), self.session.deadline(timeout), block=block)
+        if stream.__class__ is Stream and stream.device is self.device:
+            raw = stream._raw
+        else:
+            raw = resolve_any(stream, self.device, streams=self.session.streams)
+        n = timeline.resolve(round)
+        if self._closed or not timeline.wait_now(raw, n):
+            self._check()
+            timeline.wait(raw, n, self.session.deadline(timeout), block=block)
 
     def synchronize(self, *, round: int | None = None, timeout: Timeout = UNSET) -> None:
         """The host waits until `round` is complete and true: a commit point."""
-        self._check()
         timeline = self._timeline
-        timeline.wait_host(timeline.resolve(round), self.session.deadline(timeout))
+        n = timeline.resolve(round)
+        if self._closed or not timeline.complete(n):
+            self._check()
+            timeline.wait_host(n, self.session.deadline(timeout))
 
     async def synchronize_async(self, *, round: int | None = None, timeout: Timeout = UNSET) -> None:
         """`synchronize` for coroutines: the event loop goes on meanwhile, and cancelling it leaves nothing behind."""
@@ -251,10 +261,10 @@ def open_event(session: Session, name: str, timeout: Timeout) -> SharedEvent:
 
 
 def device_of(session: Session, uuid: str) -> Device:
-    from .device import Device
+    from .device import the
 
     backend, index = session.backend(uuid)
-    return Device(backend.device_type, index)
+    return the(backend.device_type, index)
 
 
 def wait_ref(session: Session, ref: EventRef | bytes, stream: object, timeout: Timeout) -> None:

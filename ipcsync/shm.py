@@ -31,6 +31,10 @@ def reserve(fd: int, nbytes: int, path: Path) -> None:
         raise
 
 
+def _no_bell(_: int) -> None:
+    return None
+
+
 class Region:
     """One shared file mapped into this process.
 
@@ -42,6 +46,8 @@ class Region:
         status = os.fstat(fd)
         self.nbytes, self.inode = status.st_size, status.st_ino
         self.writable = writable
+        #: Of a word, the word that its waiters sleep on (see bells.py); None: they sleep on the word itself.
+        self.bell_of: Callable[[int], int | None] = _no_bell
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self._map = mmap.mmap(fd, self.nbytes, flags=mmap.MAP_SHARED, prot=access)
         self.bytes = memoryview(self._map)

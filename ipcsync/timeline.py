@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from . import failpoints, linux
+from . import bells, failpoints
 from .errors import (
     InvalidArgument,
     IpcSyncError,
@@ -29,6 +29,7 @@ from .waiting import Deadline, wait_word
 
 if TYPE_CHECKING:
     from .backends.base import Backend, RawStream
+    from .budget import Budget
     from .event import Event
     from .session import Session
 
@@ -62,19 +63,19 @@ class WaitTable:
         self._ledger = ledger
         self._words = ledger.words
         self.host = HostWaits(ledger, block)
-        self._at = ledger.block(block) + Block.WAITS
-        self._free = list(range(Block.WAIT_COUNT))
+        at = ledger.block(block) + Block.WAITS
+        self._free = list(range(at, at + Block.WAIT_COUNT))
         self._of_cell: dict[int, int] = {}
         self._lock = threading.Lock()
 
     def announce(self, cell: int, round: int) -> bool:
         """Stores the entry; False when the table is full of waits that are still outstanding."""
+        words, entry = self._words, pack_wait(cell, round)
         with self._lock:
-            slot = self._of_cell.get(cell)
-            if slot is not None:
-                entry = pack_wait(cell, round)
-                if self._words[self._at + slot] < entry:
-                    self._words[self._at + slot] = entry
+            at = self._of_cell.get(cell)
+            if at is not None:
+                if words[at] < entry:
+                    words[at] = entry
                 return True
             if not self._free:
                 for other in list(self._of_cell):
@@ -82,9 +83,8 @@ class WaitTable:
                         self._drop(other)
             if not self._free:
                 return False
-            slot = self._free.pop()
-            self._of_cell[cell] = slot
-            self._words[self._at + slot] = pack_wait(cell, round)
+            at = self._of_cell[cell] = self._free.pop()
+            words[at] = entry
             return True
 
     def reached(self, cell: int) -> bool:
@@ -105,13 +105,13 @@ class WaitTable:
 
     def _reached(self, cell: int) -> bool:
         """Its round is complete, or its verdict was passed on and its word released."""
-        _, round = unpack_wait(self._words[self._at + self._of_cell[cell]])
+        _, round = unpack_wait(self._words[self._of_cell[cell]])
         return bool(self._words[self._ledger.cell(cell) + Cell.WORD] >= round)
 
     def _drop(self, cell: int) -> None:
-        slot = self._of_cell.pop(cell)
-        self._words[self._at + slot] = 0
-        self._free.append(slot)
+        at = self._of_cell.pop(cell)
+        self._words[at] = 0
+        self._free.append(at)
 
 
 class Timeline:
@@ -135,14 +135,15 @@ class Timeline:
         self._words = session.ledger.words
         self._word, self._issued, self._intent = at + Cell.WORD, at + Cell.ISSUED, at + Cell.INTENT
         self._verdict, self._owned, self._flags = at + Cell.VERDICT, at + Cell.INCARNATION, at + Cell.FLAGS
-        self._wake_issued = linux.waker(session.ledger.address(self._issued))
-        self._wake_both = linux.waker(session.ledger.address(self._word), session.ledger.address(self._issued))
+        self._bell = at + Cell.BELL
         self._lock = threading.Lock()
         self._last_stream: Any = None
         self._told = session.told
         self._pen = False
         self._polled = backend.device_writes
+        self._threaded, self._write = backend.is_thread(None), backend.write
         self._passing: dict[Any, Callable[[], bool]] = {}  # by stream: whether it has passed the last wait put on it
+        self._budgets: dict[Any, Budget | None] = {}  # by stream, of those that a wait was put on
 
     # -- reading
 
@@ -170,8 +171,9 @@ class Timeline:
 
     def check(self, round: int) -> None:
         """Raises if `round` can no longer come true, or if nothing can be waited for in this session."""
-        self.session.check()
-        words = self._words
+        session, words = self.session, self._words
+        if session._refusal is not None or words[session._lease]:
+            session.check()
         if words[self._verdict] <= round or words[self._owned] != self.incarnation:
             self.refuse(round)
 
@@ -210,21 +212,10 @@ class Timeline:
         `deadline` (the session's default) is for the rare record that must wait: on another stream than the last, with
         no place in the wait budget.
         """
-        here = self.backend.is_thread(raw)
-        self.session.check()
-        while not (round := self._record(raw, here)):
-            # The host waits for the round before in the stream's stead, and holds no lock meanwhile.
-            self.wait_host(self.issued, deadline or self.session.deadline())
-        if here:
-            self._wake_both()
-        else:
-            self._wake_issued()
-        return round
-
-    def _record(self, raw: RawStream, here: bool) -> int:
-        """The round; 0 when the stream has first to wait for the round before, and may not. `here`: the stream is this
-        thread, and the round complete at once."""
-        words = self._words
+        session, words = self.session, self._words
+        if session._refusal is not None or words[session._lease]:
+            session.check()
+        here = raw is None and self._threaded  # the stream is this thread, and the round complete at once
         with self._lock:
             if not self._pen:
                 raise RecorderBusy(
@@ -237,29 +228,45 @@ class Timeline:
                 failpoints.hit("record.intent")
             if words[self._verdict] <= round or words[self._owned] != self.incarnation:  # ... check ...
                 self.refuse(round)
-            if self.session.taint != self._told:
+            if words[session._taint] != self._told:
                 words[self._intent] = before
-                self._told = self.session.told = self.session.taint
-                raise self.session.taint_error()
-            key = self.backend.stream_key(raw)
-            another = key != self._last_stream and self._last_stream is not None
-            if another and words[self._word] < before and not self._behind(raw, before, here):
+                self._told = session.told = session.taint
+                raise session.taint_error()
+            last = self._last_stream
+            if raw is not last and words[self._word] < before and not self._after(raw, last, before, here):
                 words[self._intent] = before
-                return 0
-            if here:
-                if words[self._word] != FOREVER:  # a forced release stays
-                    words[self._word] = round
+                round = 0
             else:
-                self.backend.write(raw, self.region, self._word, round, verdict=self._verdict, failed=self._failed)
-            if failpoints.ARMED:
-                failpoints.hit("record.written")
-            event = self.cuda_event
-            if words[self._flags] & Cell.MIRROR and event is not None:
-                self.backend.event_record(event._raw, raw)
-                words[self.at + Cell.CUDA_ROUND] = round
-            self._last_stream = key
-            words[self._issued] = round  # ... and say so
-            return round
+                if here:
+                    if words[self._word] != FOREVER:  # a forced release stays
+                        words[self._word] = round
+                else:
+                    self._write(raw, self.region, self._word, round, verdict=self._verdict, failed=self._failed)
+                if failpoints.ARMED:
+                    failpoints.hit("record.written")
+                if words[self._flags] & Cell.MIRROR:
+                    self._mirror(raw, round)
+                if raw is not last:
+                    self._last_stream = self.backend.stream_key(raw)
+                words[self._issued] = round  # ... and say so
+        if not round:
+            # The host waits for the round before in the stream's stead, and holds no lock meanwhile.
+            deadline = deadline or session.deadline()
+            self.wait_host(before, deadline)
+            return self.record(raw, deadline)
+        if words[self._bell]:
+            bells.toll(self.region, self._bell)
+        return round
+
+    def _mirror(self, raw: RawStream, round: int) -> None:
+        event = self.cuda_event
+        if event is not None:
+            self.backend.event_record(event._raw, raw)
+            self._words[self.at + Cell.CUDA_ROUND] = round
+
+    def _after(self, raw: RawStream, last: Any, before: int, here: bool) -> bool:
+        """Sees to it that the stream comes after the round before, which is not complete. False: the host must wait."""
+        return last is None or self.backend.stream_key(raw) == last or self._behind(raw, before, here)
 
     def _behind(self, raw: RawStream, round: int, here: bool) -> bool:
         """Has the stream wait for our own round, if it may. It is announced as any wait: should another stream's work
@@ -285,7 +292,9 @@ class Timeline:
                 backend.wait(raw, self.region, index, round)
             if len(self._passing) > 64:  # streams come and go
                 self._passing = {stream: passed for stream, passed in self._passing.items() if not passed()}
-            self._passing[backend.stream_key(raw)] = backend.passed(raw)
+            key = backend.stream_key(raw)
+            self._passing[key] = backend.passed(raw)
+            self._budgets[key] = session.budget(backend, raw)
 
     def quiet(self) -> bool:
         """Whether this process's streams have passed every wait for this event: only then may its cell become
@@ -301,7 +310,7 @@ class Timeline:
     def resolve(self, round: int | None) -> int:
         """The round a wait without one means: the latest issued, and at least the first."""
         if round is None:
-            return max(1, self.issued)
+            return self._words[self._issued] or 1
         if not isinstance(round, int) or not 1 <= round <= LAST_ROUND:
             raise InvalidArgument(f"round={round!r}: rounds count from 1; None means the latest issued")
         return round
@@ -339,6 +348,42 @@ class Timeline:
             )
         self.check(round)  # the word first, the verdict after
 
+    def complete(self, round: int) -> bool:
+        """Whether `round` is complete and true; raises if it will never be."""
+        if self._words[self._word] < round:
+            return False
+        self.check(round)
+        return True
+
+    def _announce(self, round: int) -> bool:
+        if not self.session.waits.announce(self.cell, round):
+            return False
+        if failpoints.ARMED:
+            failpoints.hit("wait.announced")
+        self.check(round)
+        return True
+
+    def wait_now(self, raw: RawStream, round: int) -> bool:
+        """:meth:`wait` where the host has nothing to wait for, which is nearly always. False: nothing was done."""
+        if self.complete(round):
+            return True
+        words, word = self._words, self._word
+        if raw is None or words[self._issued] < round:
+            return False
+        key = self.backend.stream_key(raw)
+        passed = self._passing.get(key)
+        if passed is None or self.by_event:
+            return False
+        if not self._announce(round):
+            return False
+        budget = self._budgets[key]
+        if budget is not None and not budget.place(key, (words, word, round)):
+            return False
+        self.backend.wait(raw, self.region, word, round)
+        if getattr(passed, "asked", True):
+            self._passing[key] = self.backend.passed(raw)
+        return True
+
     def wait(self, raw: RawStream, round: int, deadline: Deadline, *, block: bool = True) -> None:
         """Makes the stream wait for `round`; the host waits only until it is issued. On the host's own thread the
         stream is the caller, so this is :meth:`wait_host`."""
@@ -352,12 +397,9 @@ class Timeline:
         if self._words[self._word] >= round:
             self.check(round)
             return
-        if not self.session.waits.announce(self.cell, round):
+        if not self._announce(round):
             self.wait_host(round, deadline)  # more waits outstanding than a block has room for
             return
-        if failpoints.ARMED:
-            failpoints.hit("wait.announced")
-        self.check(round)
         try:
             self._enqueue(raw, round, deadline, block=block)
         except WaitTimeout:
@@ -371,9 +413,10 @@ class Timeline:
     def query(self, round: int | None) -> bool:
         """Whether `round` (or the latest issued) is complete and true; False when nothing was issued."""
         round = self.resolve(round)
-        done = self._words[self._word] >= round
+        if self.complete(round):
+            return True
         self.check(round)
-        return bool(done)
+        return False
 
     def between_slices(self, round: int) -> None:
         self.check(round)

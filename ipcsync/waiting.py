@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from . import linux, trace
+from . import bells, linux, trace
 from .errors import WaitTimeout
 
 if TYPE_CHECKING:
@@ -40,10 +40,12 @@ _LOOKS, _YIELDS = range(3), range(16)
 
 
 class Words(Protocol):
-    """Memory that can be waited on: 64-bit words, and where they begin. A ``Region``, or a process's own."""
+    """Memory that can be waited on: 64-bit words, where they begin, and which of them have a bell. A ``Region``, or a
+    process's own."""
 
     words: memoryview
     address: int
+    bell_of: Callable[[int], int | None]
 
 
 class Deadline:
@@ -87,7 +89,9 @@ def wait_word(
     told = waiting() if waiting is not None and trace.ACTIVE is not None else None
     slept = False
     try:
-        while True:
+        bell = region.bell_of(index)
+        while words[index] < target:
+            token = 0 if bell is None or polled else bells.announce(region, bell)
             check()
             seen = words[index]
             if seen >= target:
@@ -101,6 +105,8 @@ def wait_word(
             if polled:
                 time.sleep(min(nap, left))
                 nap = min(nap * 1.5, 1e-3)
+            elif bell is not None:
+                bells.sleep(region, bell, token, left)
             else:
                 linux.futex_wait(address, seen, left)
             slept = True

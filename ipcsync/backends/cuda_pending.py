@@ -27,6 +27,7 @@ class Pending:
         self._finished = finished
         self._waits: deque[tuple[memoryview, int, int]] = deque()
         self._events: set[CudaEvent] = set()
+        self._prune_at = _PRUNE
         self._lock = threading.Lock()
 
     def add_event(self, event: CudaEvent) -> None:
@@ -39,8 +40,9 @@ class Pending:
 
     def add(self, words: memoryview, index: int, value: int) -> None:
         self._waits.append((words, index, value))
-        if len(self._waits) > _PRUNE:
+        if len(self._waits) > self._prune_at:
             self.none()
+            self._prune_at = max(_PRUNE, 2 * len(self._waits))  # else each further one goes through all that wait
 
     def none(self) -> bool:
         """Whether no stream waits now, so that a call which waits for the device ends by itself."""
@@ -68,7 +70,10 @@ def _reached(wait: tuple[memoryview, int, int]) -> bool:
 
 class Passed:
     """Whether a stream has done what it was given. Looked at when somebody asks, which is seldom, so that a wait costs
-    nothing more: a stream that is busy then is given a mark, and has passed when it reaches that."""
+    nothing more: a stream that is busy then is given a mark, and has passed when it reaches that. Until it is `asked`
+    it stands for what the stream is given meanwhile as well."""
+
+    asked = False
 
     def __init__(self, backend: CudaBackend, raw: int) -> None:
         self._backend, self._raw, self._done = backend, raw, False
@@ -77,7 +82,7 @@ class Passed:
             self()  # a bare pointer: nothing here keeps its stream alive until somebody asks
 
     def __call__(self) -> bool:
-        backend = self._backend
+        backend, self.asked = self._backend, True
         if self._done:
             return True
         try:

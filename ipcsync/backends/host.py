@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .. import linux, runtime
+from .. import bells, linux, runtime
 from ..errors import InvalidArgument, InvalidState, NotExportable
 from ..ledger import FOREVER
 from ..shm import Region
@@ -28,13 +28,22 @@ def _store(region: Region, index: int, value: int, verdict: int | None) -> None:
     words = region.words
     if verdict is None or words[index] != FOREVER:  # a forced release stays
         words[index] = value
-    linux.futex_wake(region.address + 8 * index)
+    bell = region.bell_of(index)
+    if bell is None:
+        linux.futex_wake(region.address + 8 * index)
+    else:
+        bells.ring(region, bell)
 
 
 def _await(region: Region, index: int, value: int) -> None:
-    words, address = region.words, region.address + 8 * index
+    words, bell = region.words, region.bell_of(index)
     while (seen := words[index]) < value:
-        linux.futex_wait(address, seen, SLICE)
+        if bell is None:
+            linux.futex_wait(region.address + 8 * index, seen, SLICE)
+        else:
+            token = bells.announce(region, bell)
+            if words[index] < value:
+                bells.sleep(region, bell, token, SLICE)
 
 
 class HostBackend(Backend):

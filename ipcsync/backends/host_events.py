@@ -57,6 +57,7 @@ class _Private:
     def __init__(self, count: int) -> None:
         memory = (ctypes.c_uint64 * count)()
         self.words, self.address = memoryview(memory).cast("B").cast("Q"), ctypes.addressof(memory)
+        self.bell_of: Callable[[int], int | None] = lambda _: None
 
 
 _events: weakref.WeakValueDictionary[Path, HostEvent] = weakref.WeakValueDictionary()  # one an event and process

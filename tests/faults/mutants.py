@@ -207,8 +207,8 @@ EVENT_MUTANTS = [
     Mutant(
         "a wait is announced to nobody",
         "ipcsync/timeline.py",
-        "        if not self.session.waits.announce(self.cell, round):\n            self.wait_host",
-        "        if False:\n            self.wait_host",
+        "        if not self.session.waits.announce(self.cell, round):\n            return False",
+        "        if False:\n            return False",
         f"{EVENTS} -k chain_is_condemned",
     ),
     Mutant(
@@ -252,7 +252,7 @@ EVENT_MUTANTS = [
     Mutant(
         "who waited for the dead records on as if nothing was",
         "ipcsync/timeline.py",
-        "            if self.session.taint != self._told:",
+        "            if words[session._taint] != self._told:",
         "            if False:",
         f"{RACES} -k taint_between",
     ),
@@ -273,7 +273,7 @@ EVENT_MUTANTS = [
     Mutant(
         "a fast stream's round overtakes a slow one's",
         "ipcsync/timeline.py",
-        "            if another and words[self._word] < before and not self._behind(raw, before, here):",
+        "            if raw is not last and words[self._word] < before and not self._after(raw, last, before, here):",
         "            if False:",
         f"{EVENTS} -k overtake",
     ),

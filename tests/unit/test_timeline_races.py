@@ -51,7 +51,8 @@ class Session:
     def __init__(self, ledger: Any) -> None:
         self.ledger, self.told = ledger, 0
         self.waits = WaitTable(ledger, 1)
-        self._taint = ledger.block(1) + Block.TAINT
+        self._taint, self._lease = ledger.block(1) + Block.TAINT, ledger.block(1) + Block.LEASE
+        self._refusal = None
 
     @property
     def taint(self) -> int:
@@ -62,6 +63,9 @@ class Session:
 
     def admit(self, *_: Any, **__: Any) -> bool:
         return True
+
+    def budget(self, *_: Any) -> None:
+        return None
 
     def suspect(self, block: int) -> bool:
         return True
@@ -76,7 +80,7 @@ class Seen:
     def __init__(self) -> None:
         self.page = page = Page(2)
         self.words = Words(page.words)
-        region = SimpleNamespace(words=self.words, address=page.ledger.region.address, path="")
+        region = SimpleNamespace(words=self.words, address=page.ledger.region.address, path="", bell_of=lambda _: None)
         ledger = SimpleNamespace(
             words=self.words,
             region=region,
@@ -91,7 +95,7 @@ class Seen:
         self.enqueued: list[int] = []
         backend = SimpleNamespace(
             device_writes=False,
-            is_thread=lambda raw: raw == "thread",
+            is_thread=lambda raw: raw is None,
             stream_key=lambda raw: raw,
             wait=lambda raw, region, index, round: self.enqueued.append(round),
             write=lambda raw, *rest, **more: self.enqueued.append(rest[2]),
@@ -200,7 +204,7 @@ def test_another_incarnation_in_the_cell_is_not_waited_for(seen: Seen) -> None:
 def test_another_incarnation_in_the_cell_is_not_recorded(seen: Seen) -> None:
     seen.page.ledger.open_cell(1, incarnation=77)
     with pytest.raises(errors.StaleHandle):
-        seen.ours.record("thread")
+        seen.ours.record(None)
     assert seen.page.word(1) == 0
 
 
@@ -227,7 +231,7 @@ def test_nor_does_one_that_records_on_its_own_thread(seen: Seen) -> None:
     at = seen.page.ledger.cell(1)
     block = seen.page.ledger.block(1) + Block.TAINT
     seen.words.after("read", block, lambda: seen.words.__setitem__(at + Cell.VERDICT, 1))
-    assert seen.ours.record("thread") == 1
+    assert seen.ours.record(None) == 1
     assert seen.page.word(1) == 1
     assert seen.ours.completed == 0
 

@@ -210,12 +210,13 @@ def test_a_wait_that_the_budget_keeps_is_announced_and_explained(ledger: Ledger)
     live(ledger, 0, "read")
     ledger.open_cell(0, 5, name="frame")
     waits, budget = HostWaits(ledger, 0), Budget(1)
-    assert budget.enter("one", lambda: False, Deadline(None), "frame")
+    never = memoryview(bytearray(8)).cast("Q"), 0, 1
+    assert budget.enter("one", never, Deadline(None), "frame")
     seen: list[HostWait] = []
     with pytest.warns(RuntimeWarning, match="wait budget"), pytest.raises(WaitTimeout) as caught:
         budget.enter(
             "another",
-            lambda: False,
+            never,
             Deadline(0.2),
             "frame",
             check=lambda: seen.extend(announced(ledger, 0)),

@@ -1,0 +1,49 @@
+"""Waking only who sleeps: a futex whose writer makes no system call while nobody waits.
+
+A bell is a word of shared memory: 0 while nobody sleeps, else the token of whoever announced last that it will. A
+sleeper stores its token, fences, looks once more at what it waits for, and sleeps while the bell holds *its* token. Who
+changes what is waited for does that first and then looks at the bell: if it is not 0, stores 0 and wakes everybody.
+
+Both sides write the bell, so a store may overwrite another's. Every such case ends in a look and not in a sleep: a
+token that was overwritten, by 0 or by another's, does not let its owner fall asleep; it announces itself again. A
+sleeper whose token stood when it fell asleep is woken by whoever stores 0 after that. And a writer that read 0 had not
+seen the token yet, so the sleeper's fence (docs/design/ledger.md, rule 2: the slow side pays) shows it what that writer
+had stored.
+tests/unit/test_bells.py tries every interleaving on a model of the memory, and that each step is needed.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from . import linux
+
+if TYPE_CHECKING:
+    from .waiting import Words
+
+
+def announce(region: Words, bell: int) -> int:
+    """Says that this thread is about to sleep; returns its token. What it waits for must be looked at after this."""
+    token = threading.get_native_id()  # not 0, below 2^22, and no other thread's while it sleeps
+    region.words[bell] = token
+    linux.membarrier()
+    return token
+
+
+def sleep(region: Words, bell: int, token: int, seconds: float) -> None:
+    """Sleeps while the bell holds `token`, for `seconds` at most; may return early."""
+    linux.futex_wait(region.address + 8 * bell, token, seconds)
+
+
+def ring(region: Words, bell: int) -> None:
+    """Wakes whoever sleeps, if somebody does. What they wait for was stored before."""
+    if region.words[bell]:
+        toll(region, bell)
+
+
+def toll(region: Words, bell: int) -> None:
+    """Wakes all who sleep, and lets nobody fall asleep who has not looked again. Needs no fence of the sleepers, so a
+    process may do it that is not registered for membarrier."""
+    region.words[bell] = 0
+    linux.futex_wake(region.address + 8 * bell)
