@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -58,8 +58,9 @@ class MadeUpDriver:
 
     def __init__(self, devices: int = 2, queues: int = 8) -> None:
         self.devices, self.queues = devices, queues
-        self.streams: dict[int, deque[Any]] = {}
-        self.of_stream: dict[int, int] = {}
+        self.streams: dict[int, deque[Any]] = {1: deque()}  # the null stream, of the first device only
+        self.of_stream: dict[int, int] = {1: 100}
+        self.contexts_of = {1: 100}  # also of streams that were destroyed
         self.events: dict[int, Event] = {}
         self.memory: dict[int, int] = {}  # address -> context
         self.registered: set[int] = set()
@@ -127,7 +128,9 @@ class MadeUpDriver:
 
     def cuStreamCreateWithPriority(self, flags: int, priority: int) -> Any:
         made = Handle(next(self._next))
-        self.streams[made], self.of_stream[made] = deque(), self._context()
+        self.contexts_of[made] = self.of_stream[made] = self._context()
+        with self._lock:
+            self.streams[made] = deque()
         return 0, made
 
     def cuStreamDestroy(self, stream: int) -> Any:
@@ -157,18 +160,18 @@ class MadeUpDriver:
         with self._lock:
             moved = True
             while moved:
-                moved, waiting = False, 0
-                for queue in self.streams.values():
+                moved, waiting = False, Counter[int]()
+                for stream, queue in self.streams.items():
                     while queue and isinstance(queue[0], Wait) and queue[0].over():
                         queue.popleft()
                         moved = True
-                    waiting += bool(queue) and isinstance(queue[0], Wait)
-                if waiting < self.queues:
-                    for queue in self.streams.values():
-                        while queue and not isinstance(queue[0], Wait):
-                            queue.popleft()()
-                            moved = True
-            return waiting
+                    if queue and isinstance(queue[0], Wait):
+                        waiting[self.contexts_of[stream]] += 1
+                for stream, queue in self.streams.items():
+                    while waiting[self.contexts_of[stream]] < self.queues and queue and not isinstance(queue[0], Wait):
+                        queue.popleft()()
+                        moved = True
+            return waiting.total()
 
     def _enqueue(self, stream: int, step: Any) -> Any:
         assert stream in self.of_stream, "a stream that was destroyed: a crash"
@@ -236,7 +239,11 @@ class MadeUpDriver:
 
     def cuIpcOpenEventHandle(self, handle: IpcHandle) -> Any:
         found = self.foreign.get(handle.raw())
-        return (0, Handle(found)) if found is not None else (205, None)
+        if found is None:
+            return 205, None
+        made = Handle(next(self._next))
+        self.events[made] = self.events[found]
+        return 0, made
 
     # -- memory
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+import ipcsync
 from ipcsync import errors
-from ipcsync.backends import cuda
+from ipcsync.backends import cuda, select
 from ipcsync.backends.cuda import CudaBackend
 from ipcsync.backends.cuda_events import CudaEvent
 from ipcsync.shm import Region
 
-from ..harness import wait_until
+from ..harness import Broker, wait_until
 from .made_up_driver import MadeUpDriver
 
 
@@ -160,3 +162,85 @@ def test_a_handle_that_opens_nothing(backend: CudaBackend) -> None:
     for bad in (b"", b"\1" * 64, None, "x" * 64):
         with pytest.raises(errors.HandleInvalid):
             backend.event_open(0, bad)  # type: ignore[arg-type]
+
+
+# -- sessions; their broker sees no GPU, and serves timelines
+
+
+@pytest.fixture
+def session(backend: CudaBackend, broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Iterator[ipcsync.Session]:
+    monkeypatch.setitem(select._made, "cuda", backend)
+    monkeypatch.setattr(backend, "using_stream", lambda raw, device: backend.using(device))  # there is no CuPy
+    with ipcsync.connect(manage_env=False) as made:
+        yield made
+
+
+def test_a_shared_event_of_one_device_is_waited_for_on_the_other(
+    session: ipcsync.Session, backend: CudaBackend, region: Region
+) -> None:
+    event, slow = session.create_event("e", device="cuda:0"), ipcsync.Stream("cuda:0")
+    there, current, bare = (ipcsync.Stream("cuda:1") for _ in range(3))
+    backend.wait(slow._raw, region, 0, 1)
+    n = event.record(slow)
+    with pytest.raises(errors.WrongDevice):
+        event.record(there)
+    event.wait(there, round=n)
+    with current:
+        event.wait(round=n)
+    event.wait(int(bare._raw), round=n)  # which is asked for its device
+    assert not there.query()
+    assert not current.query()
+    assert not bare.query()
+    region.words[0] = 1
+    event.synchronize(round=n)
+    there.synchronize()
+    current.synchronize()
+
+
+def test_each_device_has_its_budget_and_one_thread_beyond_it_is_told(
+    session: ipcsync.Session, backend: CudaBackend, region: Region
+) -> None:
+    event, slow = session.create_event("held", device="cuda:0"), ipcsync.Stream("cuda:0")
+    backend.wait(slow._raw, region, 0, 1)
+    event.record(slow)
+    streams = [ipcsync.Stream(f"cuda:{device}") for device in (0, 1) for _ in range(6)]
+    for stream in streams:  # without `slow`, which waits for a word of nobody's: 6 of 8 on each
+        event.wait(stream, round=1, block=False)
+    for device in (0, 1):
+        beyond = ipcsync.Stream(f"cuda:{device}")
+        with pytest.raises(errors.WouldBlock, match="budget"):
+            event.wait(beyond, round=1, block=False)
+        with (
+            pytest.warns(RuntimeWarning, match="wait budget"),
+            pytest.raises(errors.WaitTimeout, match="budget") as told,
+        ):
+            event.wait(beyond, round=1, timeout=0.05)
+        assert told.value.budget == 6
+        assert beyond.query(), "nothing was enqueued"
+    event.wait(streams[0], round=1, block=False)  # a stream counts once
+    region.words[0] = 1
+    for stream in streams:
+        stream.synchronize()
+    event.wait(beyond, round=1, block=False)
+
+
+def test_the_cuda_event_that_is_handed_out_outlives_the_handle_and_is_opened_anew(
+    session: ipcsync.Session, backend: CudaBackend, driver: MadeUpDriver
+) -> None:
+    event = session.create_event("e", device="cuda:1")
+    theirs = _other_processs_event(backend, driver, 1)
+    handle = next(iter(driver.foreign))
+    info = msgspec.structs.replace(event.info, handle=handle)
+    timeline = session.open_timeline(info)
+    kept = timeline.cuda_event
+    assert kept is not None
+    assert (kept.device.index, kept.ipc_handle(), kept.cuda_event > 0) == (1, handle, True)
+    with pytest.raises(errors.InvalidState, match="CPU"):
+        _ = ipcsync.Event("cpu").cuda_event
+    event.close()
+    assert timeline.cuda_event is None
+    assert not kept.query(), "it was destroyed under its holder's hands"
+    again = session.open_timeline(info)
+    assert again.cuda_event is not None
+    assert again.cuda_event is not kept
+    driver.events[int(theirs)].pending = 0
