@@ -269,7 +269,7 @@ class Session:
         wait = region.words, index, value
         if reached(wait):
             return False
-        budget = self.budget(backend, raw)
+        budget = budget_of(backend, backend.stream_device(raw))
         return budget is None or budget.enter(
             backend.stream_key(raw),
             wait,
