@@ -87,7 +87,7 @@ def wait_word(
     address = region.address + 8 * index
     nap = 50e-6
     told = waiting() if waiting is not None and trace.ACTIVE is not None else None
-    slept = False
+    slept, began = False, time.monotonic_ns()
     try:
         bell = region.bell_of(index)
         while words[index] < target:
@@ -97,7 +97,9 @@ def wait_word(
             if seen >= target:
                 break
             if slept and waiting is not None:
-                told = told or waiting()
+                if told is None:
+                    told = waiting()
+                    told.since = began
                 told.still()
             left = deadline.left()
             if left == 0.0:

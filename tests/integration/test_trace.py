@@ -15,9 +15,10 @@ import pytest
 
 import ipcsync
 from ipcsync import Session, trace
+from ipcsync.host_waits import announced
 from ipcsync.trace_summary import load, summarise
 
-from ..harness import Child, Gate, Peer
+from ..harness import Child, Gate, Peer, wait_until
 from ..unit.test_trace import check_format
 
 PHOTOS = Path(__file__).parents[2] / "docs/examples/photos/pipeline.toml"
@@ -104,14 +105,21 @@ def slot_around(events: list[dict[str, Any]], point: dict[str, Any]) -> dict[str
 def test_session_trace_writes_waits_and_device_spans(session: Session, tmp_path: Path) -> None:
     event = session.create_event("frame", device="cpu")
     stream, gate = ipcsync.Stream("cpu"), Gate()
+
+    def open_once_waited_for() -> None:
+        wait_until(lambda: list(announced(session.ledger, session.block)), "a wait")
+        gate.open()
+
     with session.trace(tmp_path / "out.json"):
         recorder = trace.ACTIVE
         assert recorder is not None
         with recorder.gpu("work", stream):
             stream.enqueue(gate.hold)
         event.record(stream)
-        threading.Timer(0.05, gate.open).start()
+        opener = threading.Thread(target=open_once_waited_for)
+        opener.start()
         event.synchronize(round=1)
+        opener.join()
     assert trace.ACTIVE is None
     events = check_format(tmp_path / "out.json")
     (wait,) = (e for e in events if e.get("cat") == "wait")

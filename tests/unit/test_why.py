@@ -193,7 +193,7 @@ def test_a_wait_that_times_out_says_who_holds_it_up_and_a_short_one_is_not_annou
         )
 
     with pytest.raises(WaitTimeout) as caught:
-        wait(0.2)
+        wait(1.0)
     assert "'read' (pid" in caught.value.why
     assert "waits for round 1 of event 'frame' to be recorded (so far: 0)" in caught.value.why
     assert f"held up by: 'edges' (pid {os.getpid()}) waits for nobody" in str(caught.value)
