@@ -20,6 +20,7 @@ exclude_patterns = ["_build", "examples"]
 html_theme = "furo"
 html_title = f"ipcsync {version}"
 
+autodoc_mock_imports = ["torch"]  # ipcsync.torch is described without it
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True

@@ -28,7 +28,15 @@ def share(
     exist_ok: bool = False,
     timeout: Timeout = UNSET,
 ) -> SharedArray:
-    """The body of ``Session.share``: the arrays stay where they are; others open the memory they lie in."""
+    """Shares memory that the caller owns, one array or a dict of them, under one name: they stay where they are.
+
+    On CUDA: CuPy arrays or torch tensors, whole allocations or parts of them, all of one device. On the CPU: arrays over
+    a mapped file of a tmpfs. Of any positive strides. What they hold now is version 0; `max_readers`: processes that
+    read at a time. Keep the memory as long as others may read it.
+
+    Raises ``NotExportable`` with the reason (private host memory, ``cudaMallocAsync``, torch's expandable segments,
+    managed memory), ``WrongDevice`` for arrays of several devices, ``NameInUse``.
+    """
     session.check()
     given = dict(arrays) if isinstance(arrays, Mapping) else {SINGLE: arrays}
     if not given:
@@ -93,7 +101,14 @@ def create_array(
     exist_ok: bool = False,
     timeout: Timeout = UNSET,
 ) -> SharedArray:
-    """The body of ``Session.create_array``: zeroed memory of the broker's."""
+    """Creates the shared array `name`: zeroed memory of the broker's, which no worker's death takes away.
+
+    `fields`: a map of names to :class:`Field`; or `shape` (elements) and `dtype` of the only one. `device`: where it is;
+    None is the accelerator if there is one, else the CPU. `max_readers`: processes that read at a time. `lifetime`:
+    until this session has ended and nobody is attached, or (``"broker"``) until ``session.unlink(name)``.
+
+    Raises ``NameInUse`` (unless `exist_ok` and the specification is equal), ``QuotaExceeded``, ``OutOfSpace``.
+    """
     session.check()
     named, single = fields_of(fields, shape, dtype)
     specs, _ = layout(named)
