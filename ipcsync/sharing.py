@@ -30,8 +30,8 @@ def share(
 ) -> SharedArray:
     """Shares memory that the caller owns, one array or a dict of them, under one name: they stay where they are.
 
-    On CUDA: CuPy arrays or torch tensors, whole allocations or parts of them, all of one device. On the CPU: arrays over
-    a mapped file of a tmpfs. Of any positive strides. What they hold now is version 0; `max_readers`: processes that
+    On CUDA: CuPy arrays or torch tensors, whole allocations or parts of them, all of one device. On the CPU: arrays
+    over a mapped file of a tmpfs. Of any positive strides. What they hold now is version 0; `max_readers`: processes that
     read at a time. Keep the memory as long as others may read it.
 
     Raises ``NotExportable`` with the reason (private host memory, ``cudaMallocAsync``, torch's expandable segments,
@@ -103,8 +103,8 @@ def create_array(
 ) -> SharedArray:
     """Creates the shared array `name`: zeroed memory of the broker's, which no worker's death takes away.
 
-    `fields`: a map of names to :class:`Field`; or `shape` (elements) and `dtype` of the only one. `device`: where it is;
-    None is the accelerator if there is one, else the CPU. `max_readers`: processes that read at a time. `lifetime`:
+    `fields`: a map of names to :class:`Field`; or `shape` (elements) and `dtype` of the only one. `device`: where it
+    is; None is the accelerator if there is one, else the CPU. `max_readers`: processes that read at a time. `lifetime`:
     until this session has ended and nobody is attached, or (``"broker"``) until ``session.unlink(name)``.
 
     Raises ``NameInUse`` (unless `exist_ok` and the specification is equal), ``QuotaExceeded``, ``OutOfSpace``.
