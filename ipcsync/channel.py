@@ -231,7 +231,7 @@ def create_channel(
     """Creates the channel `name`, a ring of `depth` equal buffers, and opens it here.
 
     `shape` (elements) and `dtype` of a buffer's one array, or `fields`: a map of names to :class:`Field`. An item may
-    be smaller (``slot.resize``). `device`: where the buffers are; None is the accelerator if there is one, else the CPU.
+    be smaller (``slot.resize``). `device`: where the buffers are; None is the accelerator, or the CPU without one.
     `max_readers`: at a time. `meta_bytes`: room for an item's ``meta``, as msgpack. `memory`: whose the buffers are,
     the broker's, which no worker's death takes away, or this session's. `lifetime`: until this session has ended and
     nobody is attached (``"session"``), or until ``session.unlink(name)`` (``"broker"``). `redeliver`: what a dead

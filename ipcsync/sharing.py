@@ -31,8 +31,8 @@ def share(
     """Shares memory that the caller owns, one array or a dict of them, under one name: they stay where they are.
 
     On CUDA: CuPy arrays or torch tensors, whole allocations or parts of them, all of one device. On the CPU: arrays
-    over a mapped file of a tmpfs. Of any positive strides. What they hold now is version 0; `max_readers`: processes that
-    read at a time. Keep the memory as long as others may read it.
+    over a mapped file of a tmpfs. Of any positive strides. What they hold now is version 0. `max_readers`: processes
+    that read at a time. Keep the memory as long as others may read it.
 
     Raises ``NotExportable`` with the reason (private host memory, ``cudaMallocAsync``, torch's expandable segments,
     managed memory), ``WrongDevice`` for arrays of several devices, ``NameInUse``.
