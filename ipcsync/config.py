@@ -50,8 +50,10 @@ def _settings() -> Iterator[Setting]:
     positive = Annotated[int, Meta(ge=1)] | None
     yield Setting("runtime_dir", str, f"/dev/shm/ipcsync-{os.getuid()}", "where broker and sessions meet, on a tmpfs")
     yield Setting("namespace", Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.\-]{1,120}$")], "default", "of names")
+    yield Setting("keys", str | None, None, "folder of CURVE keys; `keys` beside the user's file without")
     yield Setting("broker.linger", bool, False, "leave with the last session")
     yield Setting("broker.http", str | None, None, "HOST:PORT of page, metrics and health check; off without")
+    yield Setting("broker.tcp", str | None, None, "tcp://HOST:PORT where it serves too, by keys; off without")
     yield Setting("broker.log_format", Literal["text", "json"], "text", "of the broker's log")
     yield Setting("broker.log_level", Literal["debug", "info", "warning", "error"], "info", "of the broker's log")
     yield Setting("broker.max_sessions", positive, None, "sessions at a time")

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import zmq
@@ -23,6 +23,9 @@ import zmq
 from . import errors, linux, runtime, wire
 from .ledger import Block, Header, Ledger
 from .waiting import Deadline
+
+if TYPE_CHECKING:
+    from .keys import Line
 
 S = TypeVar("S")
 BEAT = 1.0
@@ -62,9 +65,10 @@ class Link(threading.Thread):
         hello: Callable[[], wire.Hello],
         greeted: Callable[[wire.Welcome], Ledger],
         lost: Callable[[errors.IpcSyncError], None],
+        line: Line | None = None,
     ) -> None:
         super().__init__(name="ipcsync-link", daemon=True)
-        self.directory = directory
+        self.directory, self.line = directory, line
         self._hello, self._greeted, self._lost = hello, greeted, lost
         self._ids = 0
         self._calls: dict[int, _Call] = {}  # without an answer yet
@@ -185,14 +189,20 @@ class Link(threading.Thread):
     def run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         dealer = context.socket(zmq.DEALER)
+        refused: zmq.Socket[bytes] | None = None
         ended: errors.IpcSyncError = errors.SessionClosed("the session was closed: connect again")
         try:
             dealer.setsockopt(zmq.LINGER, 200)
             dealer.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE)
             dealer.setsockopt(zmq.RECONNECT_IVL, 50)
             dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-            dealer.connect(runtime.broker_endpoint(self.directory))
-            self._loop(dealer)
+            if self.line is None:
+                dealer.connect(runtime.broker_endpoint(self.directory))
+            else:
+                self.line.secure(dealer)
+                refused = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+                dealer.connect(self.line.endpoint)
+            self._loop(dealer, refused)
         except errors.IpcSyncError as error:
             ended = error
         except BaseException as error:
@@ -210,14 +220,19 @@ class Link(threading.Thread):
             for call in calls:
                 call.answer(ended)
             self.welcomed.set()
+            if refused is not None:
+                dealer.disable_monitor()
+                refused.close()
             dealer.close()
             context.term()
             os.close(self._bell)
 
-    def _loop(self, dealer: zmq.Socket[bytes]) -> None:
+    def _loop(self, dealer: zmq.Socket[bytes], refused: zmq.Socket[bytes] | None) -> None:
         poller = zmq.Poller()
         poller.register(dealer, zmq.POLLIN)
         poller.register(self._bell, zmq.POLLIN)
+        if refused is not None:
+            poller.register(refused, zmq.POLLIN)
         beat_at = 0.0
         self._greet(dealer)
         while not self._ending or self._outbox:
@@ -240,6 +255,17 @@ class Link(threading.Thread):
                 os.eventfd_read(self._bell)
             if dealer in ready:
                 self._receive(dealer)
+            if refused is not None and refused in ready:
+                refused.recv_multipart()
+                self._refused()
+
+    def _refused(self) -> None:
+        """The broker does not allow our key. It ends what has not begun; a session that stands goes on without it."""
+        if self.line is not None and not self.boot:
+            raise errors.PermissionDenied(
+                f"the broker at {self.line.endpoint} does not allow the key {self.line.public}: let it in there with "
+                f"`ipcsync keys allow NAME {self.line.public}`"
+            )
 
     def _look(self) -> None:
         for entry in [entry for entry in self._later if entry[0]()]:

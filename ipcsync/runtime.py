@@ -17,6 +17,15 @@ from . import config, linux
 from .errors import BrokerRunning, BrokerUnavailable, PermissionDenied, RuntimeDirectory
 
 LOCK, SOCKET, ANNOUNCE, LEDGER, JOURNAL = "broker.lock", "broker.sock", "announce.sock", "ledger", "journal"
+EVENTS = "l1"  # folder of host events that need no broker
+_KINDS = {
+    LOCK: stat.S_IFREG,
+    SOCKET: stat.S_IFSOCK,
+    ANNOUNCE: stat.S_IFSOCK,
+    LEDGER: stat.S_IFREG,
+    JOURNAL: stat.S_IFREG,
+    EVENTS: stat.S_IFDIR,
+}
 SOCKET_PATH_BYTES = 107  # sun_path is 108 bytes with its NUL
 _FLOCK = "hhqqi4x"  # struct flock on x86-64: type, whence, start, length, pid
 
@@ -45,6 +54,7 @@ def directory(explicit: Path | str | None = None, *, create: bool) -> Path:
     found = _lstat(path)
     if found is not None:
         _check(path, found)
+        _check_fixed(path)
         return path
     if not create:
         raise BrokerUnavailable(f"no broker: {path} does not exist; start one with `ipcsync broker`", path=str(path))
@@ -64,7 +74,44 @@ def directory(explicit: Path | str | None = None, *, create: bool) -> Path:
     if made is None:
         raise RuntimeDirectory(f"{path} went away as it was made", path=str(path))
     _check(path, made)
+    _check_fixed(path)  # it may not have been we who made it
     return path
+
+
+def check_contents(path: Path) -> None:
+    """For whoever is to serve a directory: nothing in it belongs to another uid. Raises ``PermissionDenied``."""
+    for name in sorted(os.listdir(path)):
+        _check_entry(path, name)
+
+
+def _check_fixed(path: Path) -> None:
+    for name in _KINDS:
+        _check_entry(path, name)
+
+
+def _check_entry(path: Path, name: str) -> None:
+    """What others put there while they still could, or what is not of its kind, is neither followed nor removed."""
+    found = _lstat(path / name)
+    if found is None:
+        return
+    if found.st_uid != os.getuid():
+        raise PermissionDenied(
+            f"{path / name} belongs to uid {found.st_uid}, who could once write to {path}: see what it is, and remove "
+            "it or set IPCSYNC_RUNTIME_DIR to another directory",
+            path=str(path / name),
+        )
+    kind = _KINDS.get(name)
+    if kind is not None and stat.S_IFMT(found.st_mode) != kind:
+        raise RuntimeDirectory(
+            f"{path / name} is a {_kind(found.st_mode)} where a {_kind(kind)} belongs: remove it, or set "
+            "IPCSYNC_RUNTIME_DIR to another directory",
+            path=str(path / name),
+        )
+
+
+def _kind(mode: int) -> str:
+    names = {stat.S_IFREG: "file", stat.S_IFSOCK: "socket", stat.S_IFLNK: "symbolic link", stat.S_IFDIR: "directory"}
+    return names.get(stat.S_IFMT(mode), "device or pipe")
 
 
 def _lstat(path: Path) -> os.stat_result | None:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .device import Device
     from .event import Event
     from .fields import Field
+    from .keys import Line
     from .many import Waiter
     from .shared_array import SharedArray
     from .shared_event import EventRef, SharedEvent
@@ -72,14 +73,16 @@ def connect(
 ) -> Session:
     """Connects to the broker of a runtime directory and returns a :class:`Session` (a context manager).
 
-    `endpoint`: the runtime directory, or ``ipc://DIRECTORY/broker.sock``; else ``$IPCSYNC_RUNTIME_DIR``, else
+    `endpoint`: the runtime directory, ``ipc://DIRECTORY/broker.sock``, or ``tcp://HOST:PORT`` of a broker on this
+    machine that was started with ``--tcp`` and allows our key (``ipcsync keys``); else ``$IPCSYNC_RUNTIME_DIR``, else
     ``/dev/shm/ipcsync-<uid>``. `namespace` (``$IPCSYNC_NAMESPACE``, else "default") is where its names live.
     `start_broker`: start one that leaves with its last session, if none runs. `streams`: whose current stream
     ``stream=None`` means where torch and CuPy are both loaded. `timeout`: seconds for connecting. `default_timeout`:
     seconds of every host wait that names none; None is no deadline, and safe, because death ends the wait.
     `manage_env`: set ``CUDA_DEVICE_MAX_CONNECTIONS=32`` if CUDA has not started (see the wait budget).
 
-    Raises ``BrokerUnavailable`` when none answers, ``ProtocolMismatch`` when it speaks no version of ours.
+    Raises ``BrokerUnavailable`` when none answers, ``PermissionDenied`` when it does not let us in, and
+    ``ProtocolMismatch`` when it speaks no version of ours.
     """
     namespace = namespace or config.value("namespace")
     check_name(namespace)
@@ -89,7 +92,8 @@ def connect(
         raise errors.InvalidArgument(f'streams={streams!r}: "torch", "cupy" or None')
     if manage_env:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    directory = _directory(endpoint, create=start_broker)
+    line = _line(endpoint, start_broker=start_broker)
+    directory = _directory(endpoint, create=start_broker) if line is None else _shared(line)
     if start_broker and runtime.broker_pid(directory) is None:
         from importlib import import_module
 
@@ -99,15 +103,39 @@ def connect(
             pass  # somebody else was faster
     linux.membarrier_register()
     linux.membarrier()
-    return Session(directory, name, namespace, streams, Deadline(timeout), default_timeout)
+    return Session(directory, name, namespace, streams, Deadline(timeout), default_timeout, line)
+
+
+def _line(endpoint: str | os.PathLike[str] | None, *, start_broker: bool) -> Line | None:
+    """The keys for a ``tcp://`` endpoint; None for the others."""
+    if endpoint is None or not os.fspath(endpoint).startswith("tcp://"):
+        return None
+    if start_broker:
+        raise errors.InvalidArgument("a broker at tcp:// is not started by a client: `ipcsync broker --tcp ENDPOINT`")
+    from .keys import line
+
+    return line(os.fspath(endpoint))
+
+
+def _shared(line: Line) -> Path:
+    """The runtime directory, which a client over tcp has in common with the broker: its memory is there."""
+    try:
+        return runtime.directory(create=False)
+    except errors.BrokerUnavailable as error:
+        raise _elsewhere(line, str(error.fields.get("path"))) from None
+
+
+def _elsewhere(line: Line, directory: object) -> errors.Unsupported:
+    return errors.Unsupported(
+        f"{line.endpoint}: the broker's memory is not in {directory}. A session over tcp runs on the broker's machine "
+        "and shares its /dev/shm: set IPCSYNC_RUNTIME_DIR to the broker's runtime directory"
+    )
 
 
 def _directory(endpoint: str | os.PathLike[str] | None, *, create: bool) -> Path:
     if endpoint is None:
         return runtime.directory(create=create)
     text = os.fspath(endpoint)
-    if text.startswith("tcp://"):
-        raise errors.Unsupported("tcp:// endpoints are not served yet: use the runtime directory")
     if text.startswith("ipc://"):
         text = os.path.dirname(text.removeprefix("ipc://"))
     return runtime.directory(Path(text), create=create)
@@ -124,6 +152,7 @@ class Session:
         streams: str | None,
         deadline: Deadline,
         default_timeout: float | None,
+        line: Line | None = None,
     ) -> None:
         pid = os.getpid()
         self.runtime, self.namespace = directory, namespace
@@ -144,7 +173,7 @@ class Session:
         self._closed = False
         self._closer = 0  # the thread that closes: it alone may still wait
         self._life: LifeFile | None = None
-        self.link = Link(directory, self._hello, self._greeted, self._lost)
+        self.link = Link(directory, self._hello, self._greeted, self._lost, line)
         self.link.start()
         try:
             self.ledger = self._greet(deadline)
@@ -165,10 +194,14 @@ class Session:
             raise self.link.failure
         if self.link.ledger is None:
             raise errors.BrokerUnavailable(
-                f"no broker answered in {self.runtime} within {deadline.timeout:g} s: start one with `ipcsync broker`, "
+                f"no broker answered {self._where()} within {deadline.timeout:g} s: start one with `ipcsync broker`, "
                 "or connect(start_broker=True)"
             )
         return self.link.ledger
+
+    def _where(self) -> str:
+        line = self.link.line
+        return f"in {self.runtime}" if line is None else f"at {line.endpoint} (with the public key {line.server})"
 
     # -- the greeting (the I/O thread)
 
@@ -200,7 +233,17 @@ class Session:
         if self.link.ledger is not None:
             return self.link.ledger
         self.block = welcome.block
-        return Ledger.open(self.runtime / welcome.ledger)
+        line = self.link.line
+        try:
+            found = Ledger.open(self.runtime / welcome.ledger)
+        except FileNotFoundError:
+            if line is None:
+                raise
+            raise _elsewhere(line, self.runtime) from None
+        if line is not None and found.boot != welcome.boot:
+            found.region.close()
+            raise _elsewhere(line, self.runtime)
+        return found
 
     def _lost(self, error: errors.IpcSyncError) -> None:
         self._refusal = self._refusal or error
@@ -369,6 +412,7 @@ class Session:
             with backend.using(index):
                 backend.register(self.ledger.region)
             self._registered.append(backend)
+        backend.blocked_limit(index)  # probed before anything waits there
         return Timeline(
             self,
             backend,

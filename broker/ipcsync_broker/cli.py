@@ -55,6 +55,7 @@ class _Configured(click.Command):
     help="Where it meets its sessions. [default: $IPCSYNC_RUNTIME_DIR, or /dev/shm/ipcsync-<uid>]",
 )
 @click.option("--http", metavar="HOST:PORT", help="Serve a page, /metrics and /healthz there. [default: no]")
+@click.option("--tcp", metavar="tcp://HOST:PORT", help="Serve there too, by keys: see `ipcsync keys`. [default: no]")
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option(
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True
@@ -66,6 +67,7 @@ def broker(
     linger: bool,
     runtime_dir: Path | None,
     http: str | None,
+    tcp: str | None,
     log_format: str,
     log_level: str,
     ready_fd: int | None,
@@ -87,12 +89,13 @@ def broker(
         elif detach:
             options = [f"--max-{name.replace('_', '-')}={value}" for name, value in given.items()]
             options += [f"--log-format={log_format}", f"--log-level={log_level}", *([f"--http={http}"] if http else [])]
+            options += [f"--tcp={tcp}"] if tcp else []
             child = launch.start(runtime_dir, linger=linger, options=options)
             click.echo(f"broker (pid {child.pid}) serves {runtime.directory(runtime_dir, create=False)}")
         else:
             quotas = Quotas(**{name.replace("bytes", "nbytes"): value for name, value in given.items()})
             logs.setup(log_format, log_level)
-            launch.serve(runtime_dir, quotas=quotas, linger=linger, http=http, ready=lambda: _tell(ready_fd))
+            launch.serve(runtime_dir, quotas=quotas, linger=linger, http=http, tcp=tcp, ready=lambda: _tell(ready_fd))
     except IpcSyncError as error:
         click.echo(f"ipcsync broker: {error}", err=True)
         sys.exit(EXIT.get(type(error), 1))

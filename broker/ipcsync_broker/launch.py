@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -34,14 +35,19 @@ def serve(
     quotas: Quotas | None = None,
     linger: bool = False,
     http: str | None = None,
+    tcp: str | None = None,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Runs a broker in this process until it is told to stop (SIGTERM, SIGINT). ``BrokerRunning`` if one runs there.
 
-    `linger`: it leaves with its last session. `http`: HOST:PORT of its page. `ready` is called once it can be reached.
+    `linger`: it leaves with its last session. `http`: HOST:PORT of its page. `tcp`:
+    ``tcp://HOST:PORT``, for those whose keys are allowed. `ready` is called once it can be reached.
     """
     where = runtime.directory(directory, create=True)
+    runtime.check_contents(where)
     os.environ["IPCSYNC_RUNTIME_DIR"] = str(where)  # where the host backend puts memory
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     lock = runtime.Lock(where)
     lock.acquire()
     try:
@@ -62,9 +68,10 @@ def serve(
             version=__version__,
             ledger=runtime.LEDGER,
             announce=runtime.announce_endpoint(where),
+            boot_id=linux.boot_id(),
         )
         lost = takeover.reopen(opened, state, resources) if opened.taken_over else None
-        server = Server(where, lock, state, resources, opened.journal)
+        server = Server(where, lock, state, resources, opened.journal, tcp=tcp)
         if lost is not None:
             server.feed(Recover(lost))
         with page(http, where):
@@ -105,12 +112,13 @@ def start(
     ``RuntimeDirectory`` that cannot be used, or ``BrokerUnavailable`` with the end of what it said.
     """
     where = runtime.directory(directory, create=True)
+    runtime.check_contents(where)
     pid = runtime.broker_pid(where)
     if pid is not None:
         raise errors.BrokerRunning(f"a broker (pid {pid}) already serves {where}", pid=pid)
     read, write = os.pipe()
     command = [sys.executable, "-m", "ipcsync_broker", "--runtime-dir", str(where), "--ready-fd", str(write), *options]
-    with open(where / LOG, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as said:
+    with open(where / LOG, "ab", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o600)) as said:
         child = subprocess.Popen(
             [*command, "--linger"] if linger else command,
             stdin=subprocess.DEVNULL,

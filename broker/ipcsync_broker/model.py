@@ -15,6 +15,7 @@ from ipcsync import wire
 from ipcsync.dtypes import itemsize
 
 LEASE = 3.5  # seconds of silence of a *stopped* process after which it is taken for dead
+PARKED, ALL_PARKED = 1024, 16384  # requests that wait at a time, of one session and in all
 QUIET = 2.0  # seconds of silence after which it is looked at
 
 

@@ -21,9 +21,10 @@ from pathlib import Path
 
 import zmq
 
-from ipcsync import errors, linux, runtime, wire
+from ipcsync import errors, keys, linux, runtime, wire
 from ipcsync.ledger import Block, Header
 
+from .doors import Door, Gate, Inlet, KeyedDoor, publisher
 from .journal import Journal
 from .logs import LOG, announced
 from .model import (
@@ -45,33 +46,38 @@ from .model import (
     Tick,
     Watch,
 )
-from .resources import Resources, failpoint
+from .resources import Resources, failpoint, no_descriptors
 from .sessions import local_pid
 from .state import State
 from .systemd import Watchdog, notify
 
 TURN = 0.02  # seconds from one look at the life words to the next
 BURST = 500  # messages read in one turn at most: a flood does not keep the clock from ticking
-QUEUE = 10_000  # messages kept for one peer that does not read; further ones are dropped
-IPC_FILTER_UID = 59  # ZMQ_IPC_FILTER_UID: libzmq asks SO_PEERCRED and refuses other uids; pyzmq has no name for it
 
 
 class Server:
     """Serves until SIGTERM, SIGINT or ``Leave``. `lock` is held, `resources` and `state` belong to `directory`."""
 
     def __init__(
-        self, directory: Path, lock: runtime.Lock, state: State, resources: Resources, journal: Journal
+        self,
+        directory: Path,
+        lock: runtime.Lock,
+        state: State,
+        resources: Resources,
+        journal: Journal,
+        *,
+        tcp: str | None = None,
     ) -> None:
         self.directory, self.lock, self.state, self.resources, self.journal = directory, lock, state, resources, journal
         self.failed = ""  # why it had to leave
         self.boot = state.boot
         self.leaving = False
-        self.stirred = True  # the socket may have something to read
         self.watchdog = Watchdog()
         self.pending: deque[Input] = deque()
         self.lives: list[tuple[int, int]] = []  # life words of the sessions watched
         self.watched: dict[int, int] = {}  # session -> pidfd, -1 where pids mean nothing
         self.by_fd: dict[int, int] = {}
+        self.unheld: set[int] = set()  # sessions for whose processes no descriptor was left
         self.jobs: queue.SimpleQueue[Do | None] = queue.SimpleQueue()
         self.results: deque[Done] = deque()
         self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -80,28 +86,19 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT):  # before the bind: who can reach us may end us in order
             signal.signal(number, lambda *_: self._ask_to_stop())
         self.context = zmq.Context(io_threads=1)
-        self.router = self._bind(zmq.ROUTER, runtime.broker_endpoint(directory), state.uids)
-        self.pub = self._bind(zmq.PUB, runtime.announce_endpoint(directory), state.uids)
+        self.doors: dict[bytes, Door] = {}
+        self.inlets: dict[int, Inlet] = {}
+        if tcp is not None:  # first: it may be refused
+            self.doors[KeyedDoor.tag] = door = KeyedDoor(self.context, tcp, keys.folder())
+            self.inlets[door.gate.fd] = door.gate
+            LOG.info("also at %s, with the public key %s", door.endpoint, door.public)
+        self.doors[Door.tag] = Door(self.context, runtime.broker_endpoint(directory), state.uids)
+        self.pub = publisher(self.context, runtime.announce_endpoint(directory), state.uids)
+        self.inlets |= {door.fd: door for door in self.doors.values()}
         self.ours = self._inodes()
-        self.poller.register(int(self.router.getsockopt(zmq.FD)), select.EPOLLIN)
+        for fd in self.inlets:
+            self.poller.register(fd, select.EPOLLIN)
         self.worker = threading.Thread(target=self._work, name="ipcsync-devices", daemon=True)
-
-    def _bind(self, kind: int, endpoint: str, uids: frozenset[int]) -> zmq.Socket[bytes]:
-        made = self.context.socket(kind)
-        made.setsockopt(zmq.LINGER, 500)
-        made.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE)
-        made.setsockopt(zmq.SNDHWM, QUEUE)
-        made.setsockopt(zmq.RCVHWM, QUEUE)
-        for uid in uids:
-            made.setsockopt(IPC_FILTER_UID, uid)
-        path = Path(endpoint.removeprefix("ipc://"))
-        path.unlink(missing_ok=True)  # of a dead broker: we hold the lock
-        before = os.umask(0o177)
-        try:
-            made.bind(endpoint)
-        finally:
-            os.umask(before)
-        return made
 
     # -- the loop
 
@@ -115,8 +112,7 @@ class Server:
         turn = 0.0
         try:
             while not self.leaving:
-                if self.stirred:
-                    self._receive()
+                self._receive()
                 self._take_results()
                 now = time.monotonic()
                 if now >= turn:
@@ -124,14 +120,19 @@ class Server:
                     turn = now + TURN
                     words[Header.TICK] = time.monotonic_ns()
                     self._look()
+                    for door in self.doors.values():
+                        self.state.counts.update(door.refused())
                     if self.state.due(now):
                         self._check_files()
+                        self._watch_again()
                         self.feed(Tick())
                     self.watchdog.turn(now)
-                if not self.stirred:
+                if not any(inlet.stirred for inlet in self.inlets.values()):
                     self._sleep(max(0.0, turn - time.monotonic()))
         finally:
             words[Header.STATE] = Header.STOPPING
+            for number in (signal.SIGTERM, signal.SIGINT):  # a second one must not end us half-way out
+                signal.signal(number, signal.SIG_IGN)
             self.close()
 
     def _inodes(self) -> dict[str, int]:
@@ -167,24 +168,30 @@ class Server:
                 os.eventfd_read(fd)
             elif fd in self.by_fd:
                 self.feed(Gone(self.by_fd[fd]))
-            else:
-                self.stirred = True
+            elif fd in self.inlets:
+                self.inlets[fd].stirred = True
 
     def _receive(self) -> None:
         """Reads what is there, up to a burst."""
-        for _ in range(BURST):
-            self.stirred = bool(int(self.router.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
-            if not self.stirred:
-                return
-            try:
-                frames = self.router.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+        for inlet in self.inlets.values():
+            if not inlet.stirred:
                 continue
+            if isinstance(inlet, Gate):
+                inlet.answer()
+            elif isinstance(inlet, Door):
+                self._drain(inlet)
+
+    def _drain(self, door: Door) -> None:
+        for _ in range(BURST):
+            try:
+                frames = door.receive()
             except zmq.ZMQError as error:
                 if error.errno in (zmq.ETERM, zmq.ENOTSOCK):
                     raise
                 self._bad("socket")
                 continue
+            if frames is None:
+                return
             self._read(frames)
 
     def _read(self, frames: list[bytes]) -> None:
@@ -198,7 +205,11 @@ class Server:
         except errors.BadMessage:
             self._bad("undecodable")
             return
-        self.feed(Received(peer, request))
+        refusal = self.doors[peer[:1]].refusal(peer)
+        if refusal is None:
+            self.feed(Received(peer, request))
+        else:
+            self._answer(Answer(peer, request.id, None, wire.failure(refusal)))
 
     def _bad(self, why: str) -> None:
         self.state.counts["bad_messages"] += 1
@@ -271,7 +282,10 @@ class Server:
     def _write_down(self, entry: Persist) -> None:
         try:
             self.journal.append(entry.changes)
-        except errors.OutOfSpace as error:  # it is tried again with the next record; until then a restart loses some
+        except (
+            errors.OutOfSpace,
+            OSError,
+        ) as error:  # it is tried again with the next record; until then a restart loses some
             self.state.counts["journal_failures"] += 1
             log(f"journal: {error}")
 
@@ -280,15 +294,15 @@ class Server:
             wire.PROTOCOL_MAX, answer.id, self.boot, answer.error is None, answer.body or {}, answer.error
         )
         try:
-            self.stirred = True  # sending may eat the edge that says that there is something to read
-            self.router.send_multipart([answer.peer, wire.encode(reply)], zmq.NOBLOCK)
-        except (zmq.Again, zmq.ZMQError):
+            self.doors[answer.peer[:1]].send(answer.peer, wire.encode(reply))
+        except zmq.ZMQError:  # it is gone, or does not read
             self.state.counts["unsent_answers"] += 1
 
     def _apply(self, job: Do) -> Done:
         try:
             return Done(job.token, self.resources.apply(job.effect))
         except Exception as error:
+            error = no_descriptors(error) or error
             if not isinstance(error, errors.IpcSyncError):
                 self.state.counts["broker_errors"] += 1
                 log(f"{type(job.effect).__name__}: {type(error).__name__}: {error}")
@@ -310,6 +324,11 @@ class Server:
             return None  # it came and went in one turn
         ledger = self.resources.ledger
         self.lives.append((ledger.block(session.block) + Block.LIFE, number))
+        return self._hold(session)
+
+    def _hold(self, session: Session) -> Input | None:
+        """Takes hold of the session's process, if it can be had."""
+        number = session.number
         pid = local_pid(self.state, session)
         if pid == 0:
             self.watched[number] = -1  # its life word says that it is dying, its file's lock that it is gone
@@ -320,6 +339,12 @@ class Server:
             fd = os.pidfd_open(pid)
         except ProcessLookupError:
             return Gone(number)
+        except OSError as error:
+            if no_descriptors(error) is None:
+                raise
+            self.watched[number] = -1
+            self.unheld.add(number)  # until others let some descriptors go
+            return None
         if not self._same(session, pid):
             os.close(fd)
             return Gone(number)
@@ -327,6 +352,13 @@ class Server:
         self.by_fd[fd] = number
         self.poller.register(fd, select.EPOLLIN)
         return None
+
+    def _watch_again(self) -> None:
+        for number in list(self.unheld):
+            self.unheld.discard(number)
+            found = self._hold(self.state.sessions[number])
+            if found is not None:
+                self.feed(found)
 
     def _same(self, session: Session, pid: int) -> bool:
         """Whether the pid that we just took hold of is still the session's."""
@@ -336,6 +368,7 @@ class Server:
 
     def _unwatch(self, number: int) -> None:
         self.lives = [life for life in self.lives if life[1] != number]
+        self.unheld.discard(number)
         fd = self.watched.pop(number, -1)
         if fd >= 0:
             self.poller.unregister(fd)
@@ -349,7 +382,8 @@ class Server:
         notify("STOPPING=1")
         self.jobs.put(None)
         self.worker.join(5.0)
-        self.router.close()
+        for door in self.doors.values():
+            door.close()
         self.pub.close()
         self.context.term()
         for number in list(self.watched):

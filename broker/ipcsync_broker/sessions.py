@@ -79,6 +79,11 @@ def _check_versions(state: State, body: wire.Hello) -> None:
 
 def _check_process(state: State, body: wire.Hello) -> None:
     """Only in our own pid namespace does a pid name a process that can be looked at."""
+    if state.boot_id and body.boot_id != state.boot_id:
+        state.counts["refused_machines"] += 1
+        raise errors.Unsupported(
+            "this broker runs on another machine (another kernel): sessions share its memory, so they run where it does"
+        )
     if body.uid not in state.uids:
         state.counts["refused_uids"] += 1
         raise errors.PermissionDenied(f"uid {body.uid} may not use this broker")
@@ -249,8 +254,20 @@ def look_after(state: State) -> None:
 def _stopped(state: State, session: Session) -> bool:
     """A process that holds the GIL for long is not stopped, and not dead."""
     pid = local_pid(state, session)
-    found = state.facts.process(pid) if pid else None
+    try:
+        found = state.facts.process(pid) if pid else None
+    except errors.QuotaExceeded:  # no descriptor is left to look with
+        return False
     return found is not None and found[0] in "Tt"
+
+
+def is_gone(state: State, session: Session) -> bool:
+    """Whether its process is surely no more."""
+    pid = local_pid(state, session)
+    try:
+        return pid is None or bool(pid and state.facts.process(pid) is None)
+    except errors.QuotaExceeded:
+        return False
 
 
 def local_pid(state: State, session: Session) -> int | None:

@@ -20,7 +20,9 @@ from ipcsync import errors, wire
 from . import names, pens, recovery, rings, sessions
 from .lateness import Lateness
 from .model import (
+    ALL_PARKED,
     LEASE,
+    PARKED,
     Announce,
     Answer,
     Do,
@@ -113,8 +115,10 @@ class State:
         version: str = "",
         ledger: str = "ledger",
         announce: str = "",
+        boot_id: str = "",
     ) -> None:
         self.boot, self.facts, self.uids, self.pid_namespace = boot, facts, uids, pid_namespace
+        self.boot_id = boot_id  # of the kernel, where sessions must be too: they share memory
         self.quotas = quotas or Quotas()
         self.linger, self.version, self.ledger, self.announce_at = linger, version, ledger, announce
         self.now = self.started = self.turned = now
@@ -260,6 +264,16 @@ class State:
     def park(
         self, key: object, call: Call, retry: Callable[[], Struct | None], expired: Callable[[], errors.IpcSyncError]
     ) -> None:
+        """``QuotaExceeded`` when too many wait already."""
+        waiting = len(self.parked)
+        mine = sum(p.call.session is call.session for p in self.parked) if waiting >= PARKED else 0
+        if waiting >= ALL_PARKED or mine >= PARKED:
+            limit = PARKED if mine >= PARKED else ALL_PARKED
+            raise errors.QuotaExceeded(
+                f"{limit} requests wait for something already: let some be answered first",
+                resource="calls",
+                limit=limit,
+            )
         self.parked.append(Parked(key, call, retry, expired, self.now))
 
     def unpark(self, key: object) -> None:
@@ -327,8 +341,7 @@ class State:
             return
         self.stopping = True
         for session in list(self.sessions.values()):
-            pid = sessions.local_pid(self, session)
-            if pid is None or (pid and self.facts.process(pid) is None):
+            if sessions.is_gone(self, session):
                 sessions.gone(self, session)
         for parked in self.parked:
             if parked.call.session.state == "live":

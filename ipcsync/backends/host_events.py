@@ -46,7 +46,7 @@ _NWORDS = _LANES_AT + LANES * _LANE_WORDS
 _LANE_BITS = 6
 _PID_SHIFT = 40  # OWNER: the process above the number of its stream
 _TAG = b"ipcsyncH"
-_FOLDER = "l1"
+_FOLDER = runtime.EVENTS
 
 Ticket = tuple[int, int]  # (number, lane); number 0: nothing was recorded
 
