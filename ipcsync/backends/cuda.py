@@ -246,7 +246,8 @@ class CudaBackend(Backend):
 
     def event_destroy(self, event: CudaEvent) -> None:
         def work() -> None:
-            self._pending.forget_event(event)
+            if event.interprocess:
+                self._pending.forget_event(event)
             with self.using(event.device):
                 self._driver.cuEventDestroy(event.handle)
 

@@ -28,7 +28,7 @@ class Pending:
         self._waits: deque[tuple[memoryview, int, int]] = deque()
         self._events: set[CudaEvent] = set()
         self._prune_at = _PRUNE
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # re-entrant: the collector may come in between, and destroy events
 
     def add_event(self, event: CudaEvent) -> None:
         self._events.add(event)
@@ -49,6 +49,8 @@ class Pending:
         waits = self._waits
         with self._lock:
             for _ in range(len(waits)):  # others may append meanwhile
+                if not waits:
+                    break  # the collector came in between, and called this
                 wait = waits.popleft()
                 if not _reached(wait):
                     waits.append(wait)

@@ -28,7 +28,7 @@ class Quarantine:
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # re-entrant: the collector may come in between, and destroy events
         self._worker: threading.Thread | None = None
         self._since = 0.0  # when the worker's present call began; 0: it is in none
         self.held = 0

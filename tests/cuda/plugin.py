@@ -7,16 +7,18 @@ clients of their server along, so ``verify.py`` runs each of them with a server 
 
 from __future__ import annotations
 
+import faulthandler
 import inspect
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import pytest
 
 UNTIL = float(os.environ.get("IPCSYNC_TEST_UNTIL", "inf"))  # time.time() after which nothing begins
 LOG = os.environ.get("IPCSYNC_TEST_LOG")
+HANGS = open(f"{LOG}.hangs", "a") if LOG else None  # noqa: SIM115  (what began, and where it was when it was ended)
 SERVERS = os.environ.get("IPCSYNC_TEST_MPS", "")  # the pipe directories of MPS servers, one for each xdist worker
 _KILLS = re.compile(r"\.kill\b")
 _ORDER = (
@@ -69,6 +71,18 @@ def _rank(item: pytest.Item) -> int:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if time.time() > UNTIL:
         pytest.skip("not run: the time was up")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Inside of the watchdog of tests/conftest.py, and less patient: a test that hangs in the driver, which no signal
+    ends, ends its worker, and xdist starts another."""
+    if HANGS is not None:
+        marker = item.get_closest_marker("watchdog")
+        faulthandler.dump_traceback_later((marker.args[0] if marker else 60) + 10, exit=True, file=HANGS)
+        HANGS.write(f"{os.getpid()} {item.nodeid}\n")
+        HANGS.flush()
+    return (yield)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -103,23 +103,25 @@ class Servers:
         self._root = Path(tempfile.mkdtemp(prefix="mps-", dir="/tmp"))  # a short path: it holds sockets
         self.directories: list[str] = []  # of those that clients reach
 
-    def start(self, name: str) -> str | None:
-        """The pipe directory of a new daemon that a client was seen to reach; None if none came up."""
+    def start(self, name: str, *probes: str) -> str | None:
+        """The pipe directory of a new daemon that a client was seen to reach; None if none came up. `probes`: what else
+        of ``ipcsync doctor`` must work there."""
         where = self._root / name
         where.mkdir(exist_ok=True)
         env = self._env(where)
         try:
             subprocess.run(["nvidia-cuda-mps-control", "-d"], env=env, check=True, timeout=20)
-            probe = [sys.executable, "-m", "ipcsync.doctor_probe", "cuda.device", "0"]
-            said = subprocess.run(probe, env=env, capture_output=True, text=True, timeout=30, check=False)
+            for which, wanted in (("cuda.device", "MPS is on"), *((probe, '"ok"') for probe in probes)):
+                probe = [sys.executable, "-m", "ipcsync.doctor_probe", which, "0"]
+                said = subprocess.run(probe, env=env, capture_output=True, text=True, timeout=30, check=False)
+                if wanted not in said.stdout:
+                    print(f"MPS server {name}: {said.stdout.strip() or said.stderr.strip()[-300:]}")
+                    self.stop(str(where))
+                    return None
+            return str(where)
         except (OSError, subprocess.SubprocessError) as error:
             print(f"MPS server {name}: {error}")
             return None
-        if "MPS is on" in said.stdout:
-            return str(where)
-        print(f"MPS server {name}: {said.stdout.strip() or said.stderr.strip()[-300:]}")
-        self.stop(str(where))
-        return None
 
     def stop(self, directory: str) -> None:
         try:
@@ -134,14 +136,17 @@ class Servers:
 
     def __enter__(self) -> Servers:
         with ThreadPoolExecutor(self._count) as pool:
-            found = list(pool.map(self.start, [f"gw{n}" for n in range(self._count)]))
+            found = list(pool.map(lambda n: self.start(f"gw{n}", "cuda.arrays"), range(self._count)))
         self.directories = [directory for directory in found if directory is not None]
         print(f"{len(self.directories)} of {self._count} MPS servers", flush=True)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def stop_all(self) -> None:
         with ThreadPoolExecutor(self._count) as pool:
             list(pool.map(self.stop, self.directories))
+
+    def __exit__(self, *_: object) -> None:
+        self.stop_all()
         shutil.rmtree(self._root, ignore_errors=True)
 
 
@@ -151,6 +156,9 @@ def _alone(servers: Servers, end: float, marks: str, options: argparse.Namespace
     listed = subprocess.run(command, capture_output=True, text=True, check=False)
     names = [line for line in listed.stdout.splitlines() if re.match(r"\S+\.py::", line)]
     print(f"{len(names)} tests that kill, each with a server of its own", flush=True)
+
+    servers.stop_all()
+    at_once = options.workers if len(servers.directories) > 1 else 1  # where there can be but one server: in turn
 
     def run(at: int) -> tuple[str, int, str]:
         if time.time() > end - 15:
@@ -169,7 +177,7 @@ def _alone(servers: Servers, end: float, marks: str, options: argparse.Namespace
         finally:
             servers.stop(directory)
 
-    with ThreadPoolExecutor(options.workers) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         done = list(pool.map(run, range(len(names))))
     bad = [(name, said) for name, status, said in done if status not in (0, 5)]
     for name, said in bad:

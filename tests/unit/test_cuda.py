@@ -176,6 +176,45 @@ def test_tear_down_is_put_off_while_a_stream_waits_for_another_processs_event() 
     assert not pending.none(), "but a new wait is"
 
 
+def test_the_collector_may_come_in_between() -> None:
+    """What it collects destroys events, on whatever thread and at whatever point."""
+    words = memoryview(bytearray(64)).cast("Q")
+    first, second = (CudaEvent(n, 0, interprocess=True, opened=True) for n in (1, 2))
+    asked: list[CudaEvent] = []
+
+    def finished(event: CudaEvent) -> bool:
+        asked.append(event)
+        pending.forget_event(second)
+        if len(asked) < 4:
+            pending.none()
+        return True
+
+    pending = Pending(finished)
+    for _ in range(10):
+        pending.add(words, 0, 1)
+    pending.add_event(first)
+    pending.add_event(second)
+    assert not pending.none()
+    assert asked
+    words[0] = 1
+    assert pending.none()
+
+
+def test_the_collector_may_come_while_tear_down_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    quarantine, inner, outer, threads = Quarantine(), threading.Event(), threading.Event(), threading.Thread
+
+    def thread(**options: Any) -> threading.Thread:
+        monkeypatch.setattr("threading.Thread", threads)
+        quarantine.end(inner.set, moment=0.0)
+        return threads(**options)
+
+    monkeypatch.setattr("threading.Thread", thread)
+    quarantine.end(outer.set, moment=0.0)
+    assert inner.wait(30)
+    assert outer.wait(30)
+    wait_until(lambda: quarantine.held == 0, "the end of the quarantine")
+
+
 @pytest.mark.parametrize("device", [0, 1])
 def test_a_wait_is_in_the_budget_of_its_streams_device(runtime: Path, device: int) -> None:
     """Whatever device is current: with two GPUs the queues are those of the one whose stream is blocked."""
