@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib.metadata import Distribution, distribution, entry_points
 from pathlib import Path
 
 import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import ipcsync
 
@@ -70,11 +75,71 @@ def test_the_checkers_are_content(built: Path) -> None:
     run(Path(sys.executable).parent / "check-wheel-contents", "--toplevel", tops, wheel_of(built), cwd=built)
 
 
-def test_what_was_installed_works(built: Path, runtime: Path, tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", site, wheel_of(built))
-    env = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
-    said = run(sys.executable, "-c", USE.format(site=str(site)), cwd=tmp_path, env=env)
+def requirements(name: str, found: dict[str, Distribution] | None = None) -> dict[str, Distribution]:
+    """What a plain ``pip install`` of it brings: its requirements and theirs, without extras."""
+    found = {} if found is None else found
+    for text in distribution(name).requires or ():
+        requirement = Requirement(text)
+        key = canonicalize_name(requirement.name)
+        if key not in found and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            found[key] = distribution(requirement.name)
+            requirements(requirement.name, found)
+    return found
+
+
+@pytest.fixture
+def clean(built: Path, tmp_path: Path) -> Path:
+    """A new environment with the wheel, and what it declares that it needs, and nothing else. Its programs' folder."""
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
+    programs = tmp_path / "venv" / "bin"
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    site = tmp_path / "venv" / "lib" / version / "site-packages"
+    for package in requirements("ipcsync").values():
+        for top in {file.parts[0] for file in package.files or () if file.parts[0] not in ("..", "__pycache__")}:
+            (site / top).symlink_to(package.locate_file(top))
+    python = programs / "python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", wheel_of(built))
+    return programs
+
+
+def test_it_works_in_a_clean_environment(clean: Path, runtime: Path, tmp_path: Path) -> None:
+    said = run(clean / "python", "-c", USE.format(site=str(tmp_path / "venv")), cwd=tmp_path)
     assert said == "round 1 is complete\n"
-    said = run(sys.executable, site / "bin" / "ipcsync", "--version", cwd=tmp_path, env=env)
-    assert ipcsync.__version__ in said
+    assert ipcsync.__version__ in run(clean / "ipcsync", "--version", cwd=tmp_path)
+    missing = run(clean / "python", "-c", "from importlib.util import find_spec as f; print(f('cupy'), f('pytest'))")
+    assert missing == "None None\n"
+
+
+def test_doctor_runs_where_nothing_else_is(clean: Path, runtime: Path, tmp_path: Path) -> None:
+    """What ``pipx run ipcsync doctor`` does."""
+    done = subprocess.run([clean / "ipcsync", "doctor", "--json"], cwd=tmp_path, capture_output=True, timeout=120)
+    assert done.returncode in (0, 1), done.stderr
+    assert {"ok", "warning", "fails"} >= {finding["status"] for finding in json.loads(done.stdout)["findings"]}
+
+
+def test_a_users_checker_sees_our_types(clean: Path, tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    (tmp_path / "user.py").write_text(
+        "import ipcsync\nipcsync.connect(timeout='soon')\nreveal_type(ipcsync.Event().query())\n"
+    )
+    command = [sys.executable, "-m", "mypy", "--python-executable", clean / "python", "user.py"]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120).stdout
+    assert 'incompatible type "str"' in said
+    assert 'Revealed type is "bool"' in said or 'Revealed type is "builtins.bool"' in said
+
+
+def test_completion_knows_every_command() -> None:
+    program = Path(sys.executable).parent / "ipcsync"
+    env = {**os.environ, "_IPCSYNC_COMPLETE": "bash_complete", "COMP_WORDS": "ipcsync ", "COMP_CWORD": "1"}
+    offered = {line.partition(",")[2] for line in run(program, env=env).split()}
+    assert offered == {entry.name for entry in entry_points(group="ipcsync.commands")}
+
+
+def test_what_is_run_before_a_commit_is_there() -> None:
+    pytest.importorskip("pre_commit")
+    config = ROOT / ".pre-commit-config.yaml"
+    run(sys.executable, "-m", "pre_commit", "validate-config", config)
+    hooks = [hook for repo in yaml.safe_load(config.read_text())["repos"] for hook in repo["hooks"]]
+    assert hooks
+    for hook in hooks:
+        assert (Path(sys.executable).parent / hook["entry"].split()[0]).exists(), hook
