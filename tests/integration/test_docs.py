@@ -153,6 +153,15 @@ def test_tests_that_are_named_exist() -> None:
             assert not name or f"def {name}(" in (ROOT / file).read_text(), f"{page}: {file}::{name}"
 
 
+def test_every_sentence_of_torchs_page_names_a_test() -> None:
+    text = (ROOT / "docs" / "reference" / "torch-event.md").read_text()
+    table = text.partition("## Each documented sentence")[2]
+    rows = re.findall(r"^\| (?!torch says|it says)(.*) \|$", table, re.MULTILINE)
+    assert len(rows) > 30
+    for row in rows:
+        assert re.search(r"`tests/[\w/]+\.py::test_\w+`", row), row
+
+
 def test_links_lead_somewhere() -> None:
     """Links of README between files (those inside docs/ are Sphinx's to check)."""
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / "README.md").read_text()):
