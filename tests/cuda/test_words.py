@@ -298,6 +298,7 @@ def _faults(peer: Peer, path: Path) -> list[str]:
     os._exit(0)
 
 
+@pytest.mark.kills
 def test_a_lost_context_is_said_so(region: Region, spawn: Callable[..., Child]) -> None:
     child = spawn(_faults, region.path)
     assert child.recv() == ["lost"] * 6

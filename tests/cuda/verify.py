@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,6 +24,7 @@ _MORE = ("test_pipeline_photos.py", "test_torch.py", "test_docs.py")
 PATHS = ("tests/cuda", "tests/conformance", "tests/faults", *(f"tests/integration/{name}" for name in _MORE))
 #: Less of what only takes long; what the environment says already stays.
 SHORT = {"IPCSYNC_ROUNDS": "200", "IPCSYNC_CYCLES": "2000", "IPCSYNC_JOINS": "8", "IPCSYNC_FAULT_BATCH": "4"}
+KEPT = 65  # seconds kept for the tests that kill, under MPS
 LONG = {"IPCSYNC_ROUNDS": "1000", "IPCSYNC_CYCLES": "25000"}
 
 
@@ -34,14 +36,22 @@ def main() -> int:
     os.environ.setdefault("IPCSYNC_REQUIRE_CUDA", "1")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # as for workers: tests hold streams by words
     os.environ.setdefault("CUPY_ACCELERATORS", "")  # or each reduction of each type is compiled for seconds
-    os.environ["IPCSYNC_TEST_UNTIL"] = str(end - 10)
     options.log.parent.mkdir(parents=True, exist_ok=True)
     os.environ["IPCSYNC_TEST_LOG"] = str(options.log)
     options.log.write_text("")
     subprocess.run([sys.executable, "-m", "tests.cuda.warm"], check=False)
     marks = f"cuda and ({options.marks})"
-    if not options.mps:
-        return _pytest(end, "-n", str(options.workers), "-m", marks, *_arguments(options))
+    status = _under_mps(end, marks, options) if options.mps else _several(end, marks, options)
+    _sum_up(options.log)
+    return status
+
+
+def _several(end: float, marks: str, options: argparse.Namespace) -> int:
+    os.environ["IPCSYNC_TEST_UNTIL"] = str(end - 10)
+    return _pytest(end, "-n", str(options.workers), "-m", marks, *_arguments(options))
+
+
+def _under_mps(end: float, marks: str, options: argparse.Namespace) -> int:
     if (
         options.paths == PATHS
     ):  # faults kill in the middle of kernels, again and again: under MPS that ends the test too
@@ -51,8 +61,19 @@ def main() -> int:
             print("no MPS server could be started")
             return 1
         os.environ["IPCSYNC_TEST_MPS"] = ":".join(servers.directories)
-        status = _pytest(end, "-n", str(options.workers), "-m", f"{marks} and not kills", *_arguments(options))
+        status = _several(end - KEPT, f"{marks} and not kills", options)
+        os.environ["IPCSYNC_TEST_UNTIL"] = str(end - 10)
         return _alone(servers, end, marks, options) or status
+
+
+def _sum_up(log: Path) -> None:
+    """What the log says, last of all: the end of a long output is what is kept of it."""
+    lines = re.findall(r"^(passed|failed|skipped) \S+ [\d.]+ (\S+\.py::\S.*)$", log.read_text(), re.MULTILINE)
+    for outcome, name in lines:
+        if outcome == "failed":
+            print(f"failed {name}")
+    counts = Counter(outcome for outcome, _ in lines)
+    print(f"in all: {', '.join(f'{count} {outcome}' for outcome, count in sorted(counts.items()))}; {log} has each")
 
 
 def _options() -> argparse.Namespace:
