@@ -142,8 +142,8 @@ class Timeline:
         self._pen = False
         self._polled = backend.device_writes
         self._threaded, self._write = backend.is_thread(None), backend.write
-        self._passing: dict[Any, Callable[[], bool]] = {}  # by stream: whether it has passed the last wait put on it
-        self._budgets: dict[Any, Budget | None] = {}  # by stream, of those that a wait was put on
+        # By stream, of those that a wait was put on: whether it has passed the last one, and the budget it counts in.
+        self._passing: dict[Any, tuple[Callable[[], bool], Budget | None]] = {}
 
     # -- reading
 
@@ -291,15 +291,13 @@ class Timeline:
             else:
                 backend.wait(raw, self.region, index, round)
             if len(self._passing) > 64:  # streams come and go
-                self._passing = {stream: passed for stream, passed in self._passing.items() if not passed()}
-            key = backend.stream_key(raw)
-            self._passing[key] = backend.passed(raw)
-            self._budgets[key] = session.budget(backend, raw)
+                self._passing = {stream: found for stream, found in self._passing.items() if not found[0]()}
+            self._passing[backend.stream_key(raw)] = backend.passed(raw), session.budget(backend, raw)
 
     def quiet(self) -> bool:
         """Whether this process's streams have passed every wait for this event: only then may its cell become
         another's."""
-        return self.session.waits.reached(self.cell) and all(passed() for passed in list(self._passing.values()))
+        return self.session.waits.reached(self.cell) and all(passed() for passed, _ in list(self._passing.values()))
 
     def _failed(self, error: BaseException) -> None:
         """The stream's work before this record raised: the round will never be true."""
@@ -371,17 +369,17 @@ class Timeline:
         if raw is None or words[self._issued] < round:
             return False
         key = self.backend.stream_key(raw)
-        passed = self._passing.get(key)
-        if passed is None or self.by_event:
+        found = self._passing.get(key)
+        if found is None or self.by_event:
             return False
+        passed, budget = found
         if not self._announce(round):
             return False
-        budget = self._budgets[key]
         if budget is not None and not budget.place(key, (words, word, round)):
             return False
         self.backend.wait(raw, self.region, word, round)
         if getattr(passed, "asked", True):
-            self._passing[key] = self.backend.passed(raw)
+            self._passing[key] = self.backend.passed(raw), budget
         return True
 
     def wait(self, raw: RawStream, round: int, deadline: Deadline, *, block: bool = True) -> None:

@@ -244,3 +244,18 @@ def test_the_cuda_event_that_is_handed_out_outlives_the_handle_and_is_opened_ane
     assert again.cuda_event is not None
     assert again.cuda_event is not kept
     driver.events[int(theirs)].pending = 0
+
+
+def test_streams_that_waited_once_are_let_go(
+    session: ipcsync.Session, backend: CudaBackend, driver: MadeUpDriver, region: Region
+) -> None:
+    event, slow = session.create_event("e", device="cuda:0"), ipcsync.Stream("cuda:0")
+    for n in range(1, 201):
+        backend.wait(slow._raw, region, 0, n)
+        assert event.record(slow) == n
+        stream = ipcsync.Stream("cuda:0")
+        event.wait(stream, round=n)
+        event.wait(stream, round=n)  # the way of a stream that is known
+        region.words[0] = n
+        stream.synchronize()
+    assert len(driver.of_stream) < 100
