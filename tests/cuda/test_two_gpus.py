@@ -20,6 +20,7 @@ from . import gpu
 pytestmark = [pytest.mark.cuda, pytest.mark.cuda2]
 Spawn = Callable[..., Child]
 SIZE = 4096
+ROUNDS = int(os.environ.get("IPCSYNC_ROUNDS", "1000"))
 
 
 @pytest.fixture(autouse=True)
@@ -213,6 +214,59 @@ def test_a_channel_is_read_from_the_other_gpu(session: Session, backend: CudaBac
     child.join()
     with cupy.cuda.Device(1):
         assert bool((seen == cupy.arange(1, items + 1, dtype=cupy.uint64)[:, None]).all())
+
+
+# -- a chain that goes from one to the other and back
+
+
+def _source(peer: Peer, items: int) -> None:
+    with ipcsync.connect(name="source") as session, session.open_channel("raw").writer() as writer:
+        peer.send("attached")
+        peer.recv()
+        stream = ipcsync.Stream("cuda:0")
+        for n in range(1, items + 1):
+            with writer.slot(stream) as slot:
+                gpu.fill(slot.array, n, microseconds=50)
+
+
+def _middle(peer: Peer) -> None:
+    import cupy
+
+    with (
+        ipcsync.connect(name="middle") as session,
+        session.open_channel("raw").reader() as reader,
+        session.open_channel("done").writer() as writer,
+    ):
+        stream = ipcsync.Stream("cuda:1")
+        with cupy.cuda.Device(1):
+            here = cupy.empty(SIZE, cupy.uint64)
+        peer.send("attached")
+        for slot in reader.slots(stream):
+            with writer.slot(stream) as out:
+                here.data.copy_from_device_async(slot.array.data, slot.array.nbytes)
+                gpu.add_one(here, out.array, microseconds=50)
+
+
+def test_a_chain_over_both_gpus(session: Session, spawn: Spawn) -> None:
+    import cupy
+
+    for name, device in (("raw", "cuda:0"), ("done", "cuda:1")):
+        session.create_channel(name, shape=(SIZE,), dtype="uint64", depth=3, device=device)
+    seen, stream, numbers = cupy.zeros((ROUNDS, SIZE), cupy.uint64), ipcsync.Stream("cuda:0"), []
+    cupy.cuda.get_current_stream().synchronize()
+    with session.open_channel("done").reader() as reader:
+        middle, source = spawn(_middle), spawn(_source, ROUNDS)
+        assert middle.recv(60) == source.recv(60) == "attached"
+        source.send()
+        for slot in reader.slots(stream):
+            with stream:
+                seen[slot.number - 1].data.copy_from_device_async(slot.array.data, slot.array.nbytes)
+            numbers.append(slot.number)
+        stream.synchronize()
+    source.join()
+    middle.join()
+    assert numbers == list(range(1, ROUNDS + 1))
+    assert bool((seen == cupy.arange(2, ROUNDS + 2, dtype=cupy.uint64)[:, None]).all())
 
 
 # -- death
