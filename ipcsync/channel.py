@@ -16,6 +16,7 @@ from .device import Device, as_device
 from .errors import InvalidArgument, InvalidState, IpcSyncError, ResourceLost, SessionClosed
 from .fields import Field, fields_of, layout
 from .ring import Control
+from .ring import Reader as Cell
 from .waiting import UNSET, Deadline, Timeout
 from .wire import (
     ChannelInfo,
@@ -147,6 +148,13 @@ class Channel:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def readers(self) -> int:
+        """How many readers are attached now, of all processes."""
+        words, control = self.control.words, self.control
+        states = (words[control.reader(cell) + Cell.STATE] for cell in range(self.max_readers))
+        return sum(state == Cell.ACTIVE for state in states)
 
     # -- for writers, readers and the session
 

@@ -121,3 +121,99 @@ def test_the_synthetic_source_and_its_check():
     given[1][0]["a"][1, 1] += 1
     with pytest.raises(ValueError, match="item 1: 'a' has checksum"):
         run_stage(synthetic.check, inputs=given)
+
+
+# -- several inputs
+
+
+def items(*numbers):
+    return [(np.full(1, n), {"n": n}) for n in numbers]
+
+
+def test_inputs_in_step():
+    def join(stage):
+        for right, left in stage.step("right", "left"):
+            with stage.output.slot() as out:
+                out.array[...] = 10 * left.array + right.array
+
+    found = run_stage(join, {"left": items(1, 2, 3), "right": items(4, 5, 6)}, output=np.zeros(1))
+    assert [item.array[0] for item in found] == [14, 25, 36]
+
+
+def test_inputs_that_are_not_in_step():
+    def join(stage, **how):
+        for left, right in stage.step(**how):
+            stage.count(f"{left.meta['n']}-{right.meta['n']}")
+        stages.append(stage)
+
+    stages: list[Stage] = []
+    with pytest.raises(InvalidState, match="'b' ended after 1 items and other inputs have more"):
+        run_stage(join, {"a": items(1, 2), "b": items(3)})
+    with pytest.raises(InvalidState, match="'a' ended after 1 items"):
+        run_stage(join, {"a": items(1), "b": items(3, 4)})
+    run_stage(lambda stage: join(stage, strict=False), {"a": items(1, 2), "b": items(3)})
+    assert [stage.counts for stage in stages] == [{"1-3": 1}]
+
+
+def test_when_the_run_is_ended_a_step_may_be_left_unfinished():
+    def join(stage):
+        for _ in stage.step():
+            stage.draining = True  # two sources do not stop at the same item
+
+    run_stage(join, {"a": items(1, 2, 3), "b": items(1)})
+
+
+def test_whichever_input_has_something():
+    def merge(stage):
+        for name, slot in stage.each("a", "b"):
+            with stage.output.slot(meta={"from": name}) as out:
+                out.array[...] = slot.array
+
+    found = run_stage(merge, {"a": items(1, 2, 3), "b": items(4), "c": items(9)}, output=np.zeros(1))
+    assert [(item.meta["from"], item.array[0]) for item in found] == [("a", 1), ("b", 4), ("a", 2), ("a", 3)]
+
+
+def test_an_input_that_is_not_there():
+    with pytest.raises(InvalidState, match="has no input 'x'; it has 'a', 'b'"):
+        run_stage(lambda stage: list(stage.each("x")), {"a": [], "b": []})
+
+
+def test_where_a_source_goes_on():
+    def source(stage):
+        for n in range(stage.resumed_at, 5):
+            with stage.output.slot() as out:
+                out.array[...] = n
+
+    found = run_stage(source, output=np.zeros(1))
+    assert [item.array[0] for item in found] == [0, 1, 2, 3, 4]
+    found = run_stage(source, output=np.zeros(1), resumed_at=3)
+    assert [item.array[0] for item in found] == [3, 4]
+
+
+# -- devices
+
+
+class OnGpu:
+    """As much of a CuPy array as the stage looks at."""
+
+    def __init__(self, index: int) -> None:
+        self.device = type("Device", (), {"id": index})()
+        self.__cuda_array_interface__ = {}
+
+    def copy(self):
+        return OnGpu(7)
+
+
+def test_what_is_here_and_what_is_elsewhere():
+    from ipcsync.device import Device
+
+    cpu, gpu = (Stage("s", params={}, device=Device(kind, index)) for kind, index in (("cpu", 0), ("cuda", 1)))
+    host, own, other = np.zeros(1), OnGpu(1), OnGpu(0)
+    assert [cpu.is_here(array) for array in (host, own, other)] == [True, False, False]
+    assert [gpu.is_here(array) for array in (host, own, other)] == [False, True, False]
+    assert cpu.here(host) is host
+    assert gpu.here(own) is own
+    assert gpu.here(other).device.id == 7  # its copy
+    out = np.zeros(2)
+    cpu.put(out, np.ones(2))
+    assert out.tolist() == [1, 1]

@@ -1,4 +1,4 @@
-"""``ipcsync run``: from a pipeline file to its closing table."""
+"""``ipcsync run``, from a pipeline file to its closing table; and ``ipcsync worker``, one stage by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -83,6 +83,49 @@ def run_file(
     if record["status"] == "interrupted":
         return 128 + (supervisor.interrupted or 0)
     return DONE if record["status"] == "done" else FAILED
+
+
+@click.command()
+@click.argument("call", required=False)
+@click.option("--input", "inputs", multiple=True, metavar="NAME", help="A channel to read. May be given many times.")
+@click.option("--output", "outputs", multiple=True, metavar="NAME", help="A channel to write. May be given many times.")
+@click.option(
+    "--param", "params", multiple=True, metavar="KEY=VALUE", help="A parameter of the stage, as TOML or text."
+)
+@click.option(
+    "--file",
+    type=click.Path(path_type=Path),
+    help="A pipeline file that says what its channels are: those that are not there yet are created.",
+)
+@click.option("--stage", metavar="NAME", help="A stage of --file: its call, channels, params, device and policy.")
+@click.option("--name", metavar="NAME", help="The session's name. [default: the stage, or the function]")
+@click.option(
+    "--device", metavar="DEVICE", help="Where the stage computes: cpu, cuda, cuda:1. [default: cuda if there is one]"
+)
+@click.option("--policy", type=click.Choice(["block", "latest"]), help="Of its inputs. [default: block]")
+@click.option("--group", metavar="NAME", help="Workers with one group share the items of their input.")
+@click.option("--readers", default=1, show_default=True, help="Begin when each output has so many readers.")
+@click.option("--patient", is_flag=True, help="If the writer of an input dies, wait for another one.")
+@click.option(
+    "--keep-open", is_flag=True, help="Leave the outputs open on failure or a signal: another worker goes on."
+)
+@click.option(
+    "--timeout", default=30.0, show_default=True, metavar="SECONDS", help="For the broker and the channels to appear."
+)
+@click.option("--namespace", metavar="NAME", help="Where the channels' names live. [default: $IPCSYNC_NAMESPACE]")
+@click.option(
+    "--runtime-dir", type=click.Path(path_type=Path), help="Where the broker is. [default: $IPCSYNC_RUNTIME_DIR]"
+)
+def worker(**options: Any) -> None:
+    """Run one stage, CALL (module:function), against a running broker.
+
+    For pipelines that systemd or Kubernetes starts, one service or container a stage. SIGINT or SIGTERM: the stage
+    finishes the item it has, takes no other and leaves; a second one stops it at once. Exit status: 0 the stage has
+    returned, 1 it failed, 2 the arguments are wrong, 3 no broker could be reached, 130 or 143 it left on a signal.
+    """
+    from .byhand import work
+
+    sys.exit(work(**options))
 
 
 @contextmanager

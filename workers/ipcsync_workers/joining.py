@@ -92,11 +92,12 @@ def lead(
     keep_open: bool,
 ) -> None:
     """Gives the stage an output. Its channel ends as the stage ended; one that will be started again leaves it open
-    when it failed."""
+    when it failed or (run by hand) was asked to leave."""
     writer = stage.session.open_channel(plan.channel).writer()
 
     def leave(kind: type[BaseException] | None, error: BaseException | None, where: Any) -> None:
-        if error is not None and keep_open:
+        left = stage.leaving is not None and stage.leaving.is_set()
+        if keep_open and (left or error is not None):
             writer.detach()
         else:
             writer.__exit__(kind, error, where)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ipcsync import trace
-from ipcsync.errors import EndOfStream, InvalidState
+from ipcsync.errors import EndOfStream, InvalidState, WaitTimeout
 
 from .counters import NOTHING, Port
 from .order import ORDER, Gate, Made
@@ -17,6 +17,9 @@ from .stage import Drained, Stage
 
 if TYPE_CHECKING:
     from ipcsync import Session
+
+
+_LOOK = 0.5  # seconds
 
 
 class Input:
@@ -89,7 +92,7 @@ class Input:
 
     def _next(self, timeout: float | None) -> Any:
         self.finish()
-        slot = self.source.take(timeout)
+        slot = self._take(timeout)
         if not self._stage.outputs or self._elsewhere:
             slot.confirm()
         self._port.hop(time.monotonic_ns() - slot.published)
@@ -97,6 +100,19 @@ class Input:
         for output in self._replica:
             output.owe(self._stage.made)
         return slot
+
+    def _take(self, timeout: float | None) -> Any:
+        if self._stage.leaving is None:
+            return self.source.take(timeout)
+        until = None if timeout is None else time.monotonic() + timeout
+        while not self._stage.leaving.is_set():  # a signal must get through to a stage that waits
+            left = _LOOK if until is None else max(0.0, until - time.monotonic())
+            try:
+                return self.source.take(min(left, _LOOK))
+            except WaitTimeout:
+                if left <= _LOOK and until is not None:
+                    raise
+        raise EndOfStream(f"stage {self._stage.name!r} was asked to leave")
 
     def _finish(self, slot: Any, nbytes: int) -> None:
         if self._elsewhere and self._stage.stream is not None:

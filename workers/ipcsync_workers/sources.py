@@ -216,6 +216,7 @@ class Unordered(_Several):
             left = None if until is None else max(0.0, until - time.monotonic())
             for slot, made, full in self._arrived(left):
                 if made.number in self._finished:
+                    self._port.drop()
                     slot.release()
                 elif full:
                     return Item(slot, made)

@@ -33,6 +33,7 @@ and so on: a pipeline ends by itself. :func:`ipcsync_workers.testing.run_stage` 
 from __future__ import annotations
 
 import inspect
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -108,6 +109,7 @@ class Stage:
         self.draining = False
         self.counts: Counter[str] = Counter()
         self.restarts = restarts
+        self.leaving: threading.Event | None = None  # run by hand: set when it is to take nothing more
         self.made: Made | None = None  # of which item what it writes now is made
         self.arrived: Callable[[Sequence[Any], float | None], Sequence[Any]] = lambda inputs, _: inputs
         self._expected = expected

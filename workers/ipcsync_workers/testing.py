@@ -102,13 +102,13 @@ class _Inputs:
 
 
 class _Outputs:
-    def __init__(self, like: Any) -> None:
-        self._like = like
+    def __init__(self, like: Any, before: int) -> None:
+        self._like, self._before = like, before
         self.items: list[Item] = []
 
     @property
     def written(self) -> int:
-        return len(self.items)
+        return self._before + len(self.items)
 
     @contextmanager
     def slot(self, *, meta: Mapping[str, Any] | None = None, timeout: float | None = None) -> Iterator[Item]:
@@ -137,21 +137,24 @@ def run_stage(
     outputs: Mapping[str, Any] | None = None,
     params: Mapping[str, Any] | None = None,
     device: Any = "cpu",
+    resumed_at: int = 0,
 ) -> Any:
     """Runs a stage function to its end and returns what it wrote.
 
     `inputs` are the items of its input: arrays, or ``(array, meta)``; a map of such lists where it has several. An
     item of a channel with fields is a map of arrays. `output` is an array (or map of arrays) like the output's buffer;
     without it, ``out[...] = result`` takes any shape. `outputs` names several, and then the result is a map too.
+    `resumed_at`: as for a source that was started again when it had published so many; those are not in the result.
     Returns a list of :class:`Item`, each with ``array``, ``meta`` and ``number``.
     """
     from ipcsync.device import as_device
 
-    stage = Stage(getattr(function, "__name__", "stage"), params=dict(params or {}), device=as_device(device))
+    name = getattr(function, "__name__", "stage")
+    stage = Stage(name, params=dict(params or {}), device=as_device(device), restarts=int(resumed_at > 0))
     given = inputs if isinstance(inputs, Mapping) else {"input": inputs}
     sources: dict[str, Slots] = {name: _Inputs(items) for name, items in given.items()}
     stage.inputs = sources
-    made = {name: _Outputs(like) for name, like in (outputs or {"output": output}).items()}
+    made = {name: _Outputs(like, resumed_at) for name, like in (outputs or {"output": output}).items()}
     sinks: dict[str, Sink] = dict(made.items())
     stage.outputs = sinks
     run(function, stage)

@@ -140,10 +140,10 @@ def _failure(error: BaseException, counts: dict[str, int]) -> messages.Failed:
         if isinstance(reached, Stopped | SessionClosed):
             return messages.Failed("", True, counts)
         reached = reached.__cause__ or reached.__context__
-    return messages.Failed(_explain(error), isinstance(error, PeerDied), counts)
+    return messages.Failed(explain(error), isinstance(error, PeerDied), counts)
 
 
-def _explain(error: BaseException) -> str:
+def explain(error: BaseException) -> str:
     """The traceback, from the user's first frame on: how a stage is called is not his to read."""
     if isinstance(error, CallInvalid):
         return str(error)

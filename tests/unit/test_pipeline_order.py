@@ -1,0 +1,123 @@
+"""How replicas keep the order: what is put in order, who waits for whom, and what a killed worker's counts say."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+
+from ipcsync.errors import WaitTimeout
+from ipcsync_workers.counters import NOTHING, Counters
+from ipcsync_workers.order import OVER, Board, Gate, Made, Order
+
+from ..harness import TIMEOUT
+
+
+def test_whatever_comes_is_put_in_order():
+    order, got = Order(0), []
+    items = [Made(n, n - 1) for n in range(1, 50)]
+    random.Random(1).shuffle(items)
+    for made in items:
+        assert order.add(made, f"item {made.number}")
+        while (found := order.pop()) is not None:
+            got.append(found)
+    assert got == [(Made(n, n - 1), f"item {n}") for n in range(1, 50)]
+    assert order.early == []
+
+
+def test_numbers_with_a_gap_are_passed_over_once_it_is_known():
+    order = Order(3)
+    assert order.add(Made(9, 4), "nine")
+    assert order.pop() is None
+    assert order.early == ["nine"]
+    assert order.add(Made(4, 3), "four")
+    assert order.next
+    assert [order.pop(), order.pop(), order.pop()] == [(Made(4, 3), "four"), (Made(9, 4), "nine"), None]
+
+
+def test_what_was_there_before_is_refused():
+    order = Order(3)
+    assert not order.add(Made(3, 2), "given out in an earlier life")
+    assert order.add(Made(5, 4), "early")
+    assert not order.add(Made(5, 4), "early again")
+    assert order.add(Made(4, 3), "next")
+    assert order.pop() == (Made(4, 3), "next")
+    assert not order.add(Made(4, 3), "given out")
+    assert order.pop() == (Made(5, 4), "early")
+
+
+@pytest.fixture
+def board():
+    made = Board.create(2)
+    yield made
+    made.close()
+
+
+def test_a_replica_waits_until_it_is_within_the_window(board):
+    gate, passed = Gate(board, [0, 1], 4), threading.Event()
+    gate.wait(Made(4, 3), 0.0, "")
+    with pytest.raises(WaitTimeout, match="replica 2: what was made of earlier items"):
+        gate.wait(Made(5, 4), 0.01, "replica 2")
+
+    def wait() -> None:
+        gate.wait(Made(5, 4), None, "")
+        passed.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    board[0] = 1
+    with pytest.raises(WaitTimeout):
+        gate.wait(Made(5, 4), 0.01, "")  # the other reader is not as far yet
+    board[1] = 1
+    assert passed.wait(TIMEOUT)
+    thread.join()
+    board[0] = board[1] = OVER  # both have left
+    gate.wait(Made(10**9, 10**9 - 1), 0.0, "")
+
+
+def test_the_next_item_may_be_written_however_large_its_number_is(board):
+    board[0] = 7
+    Gate(board, [0], 4).wait(Made(100, 7), 0.0, "")
+    with pytest.raises(WaitTimeout):
+        Gate(board, [0], 4).wait(Made(101, 100), 0.0, "")
+
+
+def stands(*published: tuple[int, int]):
+    return lambda epoch, number: (epoch, number) in published
+
+
+@pytest.fixture
+def port():
+    made = Counters.create([], ["out"])
+    yield made.outputs["out"]
+    made.close()
+
+
+def test_a_first_life_has_nothing_to_settle(port):
+    assert port.settle(stands()) is None
+
+
+def test_what_was_published_and_not_counted_is_counted(port):
+    port.begin(5, 0, 1, 1, 100)
+    port.count(1, 100)
+    port.begin(6, 0, 1, 2, 100)  # killed here: was it published?
+    assert port.settle(stands((1, 1), (1, 2))) == (6, 0)
+    assert (port.items, port.bytes, port.last) == (2, 200, 2)
+    assert port.settle(stands((1, 1), (1, 2))) == (6, 0)
+    assert port.items == 2  # counted once
+
+
+def test_what_was_begun_and_not_published_leaves_what_was_before(port):
+    port.begin(5, 1, 1, 1, 100)
+    port.count(1, 100)
+    for epoch in (1, 2, 3):  # and killed at the same place again and again
+        port.begin(6, 0, epoch, 2, 100)
+        assert port.settle(stands((1, 1))) == (5, 1)
+    assert (port.items, port.last) == (1, 1)
+
+
+def test_that_there_is_nothing_of_an_item_is_not_counted(port):
+    port.begin(5, NOTHING, 1, 1, 0)
+    assert port.settle(stands((1, 1))) == (5, NOTHING)
+    assert port.items == 0
