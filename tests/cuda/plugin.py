@@ -62,9 +62,10 @@ def _kills(item: pytest.Item) -> bool:
     return function is not None and _KILLS.search(inspect.getsource(function)) is not None
 
 
-def _rank(item: pytest.Item) -> int:
+def _rank(item: pytest.Item) -> tuple[bool, int]:
+    """Those that take long begin first, so that none is still running when all others have ended."""
     name = item.path.stem
-    return _ORDER.index(name) if name in _ORDER else len(_ORDER)
+    return item.get_closest_marker("slow") is None, _ORDER.index(name) if name in _ORDER else len(_ORDER)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -91,8 +91,8 @@ def _options() -> argparse.Namespace:
 
 
 def _arguments(options: argparse.Namespace) -> list[str]:
-    return ["--maxschedchunk=2", "--durations=25", "--tb=short", f"--junitxml={options.log.with_suffix('.xml')}",
-            *options.paths]  # fmt: skip
+    output = ["--durations=25", "--tb=short", f"--junitxml={options.log.with_suffix('.xml')}"]
+    return ["--continue-on-collection-errors", "--maxschedchunk=2", *output, *options.paths]
 
 
 def _command(*arguments: str) -> list[str]:
