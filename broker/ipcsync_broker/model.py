@@ -233,6 +233,7 @@ class OpenCell:
     incarnation: int
     base: int = 0
     name: str = ""
+    mirror: bool = False  # the recorder records the CUDA event as well, from its first round on
 
 
 @dataclass

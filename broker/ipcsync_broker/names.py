@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,6 +17,9 @@ from .model import Build, Built, Done, Free, OpenCell, Session, StaleCell, Thing
 
 if TYPE_CHECKING:
     from .state import Call, Handler, Key, State
+
+
+FEW = 256  # names
 
 
 # -- creating
@@ -119,7 +123,8 @@ def _made(state: State, call: Call, thing: Thing) -> Struct:
     for old in state.lapsed.get(key, ()):
         for cell in state.things[old].cells:
             state.do(StaleCell(cell))
-    state.do(OpenCell(thing.cell, thing.incarnation, name=thing.name))
+    # Who waits on the CUDA event itself would pass one that nobody has recorded.
+    state.do(OpenCell(thing.cell, thing.incarnation, name=thing.name, mirror=thing.via == "cuda-event"))
     _attach(state, call.session, thing)
     state.announce(thing.namespace, "created", **description(thing))
     state.unpark(key)
@@ -207,8 +212,8 @@ def _open(state: State, call: Call, body: wire.Open) -> Struct | None:
     thing = _named(state, key)
     if thing is None:
         if call.until is not None and call.until <= state.now:
-            raise _not_found(call, body)
-        state.park(key, call, lambda: _open(state, call, body), lambda: _not_found(call, body))
+            raise _not_found(state, call, body)
+        state.park(key, call, lambda: _open(state, call, body), lambda: _not_found(state, call, body))
         return None
     if thing.kind != body.kind:
         raise errors.InvalidArgument(f"{body.name!r} is a shared {thing.kind}: open it with open_{thing.kind}()")
@@ -216,11 +221,14 @@ def _open(state: State, call: Call, body: wire.Open) -> Struct | None:
     return thing.info()
 
 
-def _not_found(call: Call, body: wire.Open) -> errors.NotFound:
+def _not_found(state: State, call: Call, body: wire.Open) -> errors.NotFound:
+    namespace, near = call.session.namespace, list[str]()
+    if len(state.names) <= FEW:  # looking for what is like it takes long among many
+        near = get_close_matches(body.name, [name for space, name in state.names if space == namespace], n=1)
+        near = near or [f"{body.name} in namespace {space}" for space, name in state.names if name == body.name]
+    hint = f"did you mean {near[0]!r}?" if near else "is the process that creates it running, with the same namespace?"
     return errors.NotFound(
-        f"no {body.kind} {body.name!r} appeared in namespace {call.session.namespace!r} in time: "
-        "is the process that creates it running, with the same namespace?",
-        name=body.name,
+        f"no {body.kind} {body.name!r} appeared in namespace {namespace!r} in time: {hint}", name=body.name
     )
 
 

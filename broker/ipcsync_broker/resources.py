@@ -163,8 +163,8 @@ class Resources:
         """Carries an effect out; what it answers is said where it is defined."""
         words = self.words
         match effect:
-            case OpenCell(cell, incarnation, base, name):
-                self.ledger.open_cell(cell, incarnation, base=base, name=name)
+            case OpenCell(cell, incarnation, base, name, mirror):
+                self.ledger.open_cell(cell, incarnation, flags=Cell.MIRROR if mirror else 0, base=base, name=name)
             case SetPen(cell, block):
                 words[self.ledger.cell(cell) + Cell.RECORDER] = 0 if block is None else block + 1
             case RetireCell(cell):

@@ -41,8 +41,8 @@ SPEC = wire.ChannelSpec(fields=(wire.FieldSpec("array", (4,), "uint8"),), stride
 
 
 class Cell:
-    def __init__(self, incarnation: int, base: int) -> None:
-        self.incarnation = incarnation
+    def __init__(self, incarnation: int, base: int, mirror: bool) -> None:
+        self.incarnation, self.mirror = incarnation, mirror
         self.issued = self.completed = base
         self.verdict = ledger.FOREVER
         self.pen: int | None = None
@@ -263,9 +263,9 @@ class World:
 
     def _effect(self, effect: Effect) -> Any:
         match effect:
-            case OpenCell(cell, incarnation, base):
+            case OpenCell(cell, incarnation, base, _, mirror):
                 assert cell not in self.cells, "a cell that is in use was given away"
-                self.cells[cell] = Cell(incarnation, base)
+                self.cells[cell] = Cell(incarnation, base, mirror)
             case FreeCell(cell):
                 self.cells.pop(cell, None)
             case SetPen(cell, block):

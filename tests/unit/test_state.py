@@ -25,6 +25,16 @@ def world() -> World:
     return made
 
 
+@pytest.mark.parametrize(("via", "recorded"), [("cuda-event", True), ("auto", False)])
+def test_a_cuda_event_that_streams_wait_on_is_recorded_from_the_first_round_on(
+    world: World, via: wire.Via, recorded: bool
+) -> None:
+    made = world.call(b"a", "create_event", wire.CreateEvent("on-gpu", "GPU-0", via))
+    assert made is not None
+    assert made.via == via
+    assert world.cells[made.cell].mirror == recorded
+
+
 def test_an_open_waits_until_the_name_appears(world: World) -> None:
     assert world.call(b"b", "open_event", wire.Open("event", "e")) is None
     made = world.call(b"a", "create_event", EVENT)
@@ -39,6 +49,20 @@ def test_an_open_ends_at_its_deadline_with_not_found(world: World) -> None:
     assert world.answer(b"b", "open_event") is None
     world.tick(0.2)
     assert world.answer(b"b", "open_event").code == "not_found"
+
+
+def test_a_name_that_is_not_there_brings_the_nearest(world: World) -> None:
+    world.call(b"a", "create_event", EVENT)
+    world.call(b"a", "create_event", wire.CreateEvent("camera.left", "cpu"))
+    world.hello(b"c", 13, namespace="other")
+    for who, name, said in (
+        (b"b", "camera.lef", "did you mean 'camera.left'?"),
+        (b"c", "e", "did you mean 'e in namespace default'?"),
+        (b"b", "zzz", "is the process that creates it running"),
+    ):
+        answer = world.call(who, "open_event", wire.Open("event", name), left=0.0)
+        assert answer.code == "not_found"
+        assert said in answer.message
 
 
 def test_names_live_in_their_namespace(world: World) -> None:
