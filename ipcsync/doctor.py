@@ -14,6 +14,7 @@ from itertools import chain
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from . import doctor_cuda, doctor_host
 from .doctor_probe import FAILS, WARNING, Finding
@@ -51,7 +52,7 @@ def _show(found: list[Finding]) -> None:
     table.add_column(overflow="fold")
     for finding in found:
         text = finding.text + (f"\n→ {finding.advice}" if finding.advice else "")
-        table.add_row(f"[{_STYLE[finding.status]}]{finding.status}[/]", finding.name, text)
+        table.add_row(Text(finding.status, _STYLE[finding.status]), finding.name, Text(text))  # no markup: "[cuda13]"
     Console(highlight=False).print(table)
     counts = {status: sum(f.status == status for f in found) for status in _STYLE}
     click.echo(f"\n{counts['ok']} ok, {counts[WARNING]} warnings, {counts[FAILS]} fail")

@@ -579,7 +579,7 @@ class Session:
 
         return share(self, name, arrays, **options)
 
-    def create_array(self, name: str, fields: Mapping[str, Field], **options: Any) -> SharedArray:
+    def create_array(self, name: str, fields: Mapping[str, Field] | None = None, **options: Any) -> SharedArray:
         """Creates a shared array whose memory the broker owns."""
         from .sharing import create_array
 
@@ -653,6 +653,11 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise errors.InvalidState(
+            "a session, and what it opened, belongs to its process: pass names, and connect() and open them there"
+        )
 
     def __repr__(self) -> str:
         return f"<ipcsync.Session {self.name!r} in {self.runtime}{' (closed)' if self._closed else ''}>"

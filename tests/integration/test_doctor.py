@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -10,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ipcsync import doctor_host
-from ipcsync.doctor_probe import FAILS, OK, WARNING, probe
+from ipcsync import doctor, doctor_host
+from ipcsync.doctor_probe import FAILS, OK, WARNING, Finding, probe
 
 NO_GPU = not os.path.exists("/dev/nvidiactl")
 
@@ -75,3 +77,12 @@ def test_small_tmpfs_namespaces_and_limits() -> None:
     assert "--pid=container:NAME" in other.advice
     assert doctor_host.limits(256).status == WARNING
     assert doctor_host.limits(65536).status == OK
+
+
+def test_what_stands_in_brackets_is_said() -> None:
+    """pip install "ipcsync[cuda13]": no markup of the table's."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        doctor._show([Finding("cuda", WARNING, 'pip install "ipcsync[cuda13]"', "or [cuda12]")])
+    assert "ipcsync[cuda13]" in said.getvalue()
+    assert "or [cuda12]" in said.getvalue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable
@@ -285,3 +286,13 @@ def test_rounds_are_checked(session: Session) -> None:
                 call(round=bad)  # type: ignore[arg-type]
     with pytest.raises(errors.InvalidArgument):
         event.ref(0)
+
+
+def test_what_belongs_to_a_process_is_not_passed_to_another(session: Session) -> None:
+    """A beginner's first try: Process(target=work, args=(session,))."""
+    event = session.create_event("e", device="cpu")
+    channel = session.create_channel("c", shape=(4,), device="cpu")
+    array = session.create_array("a", shape=(4,), device="cpu")
+    for thing in (session, event, channel, channel.reader(), channel.writer(), array):
+        with pytest.raises(errors.InvalidState, match="pass names"):
+            pickle.dumps(thing)
