@@ -1,7 +1,4 @@
-"""Round trips between two processes: ours, and what a user would pick instead. One class each, one program for all.
-
-A class is set up in the parent, pickled into a spawned child (``echo``), and asked for trips (``trip``).
-"""
+"""Round trips between two processes on the CPU: ours, and what a user would pick instead."""
 
 from __future__ import annotations
 
@@ -10,51 +7,36 @@ import mmap
 import os
 from multiprocessing.context import SpawnContext
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import ipcsync
 
+from .contest import Contestant
 
-class Trip:
-    """``prepare`` runs in the parent before the child exists, ``open`` in each process, then trips and echoes."""
 
-    name: ClassVar[str]
-
-    def prepare(self, context: SpawnContext, folder: Path) -> None: ...
-
-    def open(self, *, child: bool) -> None: ...
-
-    def trip(self) -> None:
-        raise NotImplementedError
-
-    def echo(self) -> None:
-        raise NotImplementedError
-
-    def close(self) -> None: ...
+class Trip(Contestant):
+    """There (``turn``) and back (``answer``)."""
 
 
 class SharedEvents(Trip):
     """Two shared events: one recorded here, one there."""
 
     name = "ipcsync shared event"
-    round = 0
 
-    def open(self, *, child: bool) -> None:
+    def open(self, peer: int | None) -> None:
         self.session = ipcsync.connect()
-        if child:
+        if peer is not None:
             self.ping, self.pong = self.session.open_event("bench-ping"), self.session.open_event("bench-pong")
         else:
             self.ping = self.session.create_event("bench-ping", device="cpu")
             self.pong = self.session.create_event("bench-pong", device="cpu")
 
-    def trip(self) -> None:
-        self.round += 1
+    def turn(self, case: int, number: int) -> None:
         self.ping.record()
-        self.pong.synchronize(round=self.round)
+        self.pong.synchronize(round=number)
 
-    def echo(self) -> None:
-        self.round += 1
-        self.ping.synchronize(round=self.round)
+    def answer(self, peer: int, case: int, number: int) -> None:
+        self.ping.synchronize(round=number)
         self.pong.record()
 
     def close(self) -> None:
@@ -68,13 +50,12 @@ class Futex(Trip):
     """The floor: two words of a shared page and the bare system call through ctypes."""
 
     name = "ctypes futex (floor)"
-    round = 0
 
     def prepare(self, context: SpawnContext, folder: Path) -> None:
         self.path = folder / "futex"
         self.path.write_bytes(bytes(4096))
 
-    def open(self, *, child: bool) -> None:
+    def open(self, peer: int | None) -> None:
         with self.path.open("r+b") as file:
             self.map = mmap.mmap(file.fileno(), 4096)
         self.words = memoryview(self.map).cast("I")
@@ -85,23 +66,21 @@ class Futex(Trip):
             ctypes.c_uint32,
         ]  # fmt: skip
 
-    def _store(self, index: int) -> None:
-        self.words[index] = self.round
+    def _store(self, index: int, number: int) -> None:
+        self.words[index] = number
         self.futex(_SYS_FUTEX, self.address + 4 * index, _WAKE, 1, None, None, 0)
 
-    def _wait(self, index: int) -> None:
-        while (seen := self.words[index]) < self.round:
+    def _wait(self, index: int, number: int) -> None:
+        while (seen := self.words[index]) < number:
             self.futex(_SYS_FUTEX, self.address + 4 * index, _WAIT, seen, None, None, 0)
 
-    def trip(self) -> None:
-        self.round += 1
-        self._store(0)
-        self._wait(16)
+    def turn(self, case: int, number: int) -> None:
+        self._store(0, number)
+        self._wait(16, number)
 
-    def echo(self) -> None:
-        self.round += 1
-        self._wait(0)
-        self._store(16)
+    def answer(self, peer: int, case: int, number: int) -> None:
+        self._wait(0, number)
+        self._store(16, number)
 
 
 class Semaphores(Trip):
@@ -110,11 +89,11 @@ class Semaphores(Trip):
     def prepare(self, context: SpawnContext, folder: Path) -> None:
         self.ping, self.pong = context.Semaphore(0), context.Semaphore(0)
 
-    def trip(self) -> None:
+    def turn(self, case: int, number: int) -> None:
         self.ping.release()
         self.pong.acquire()
 
-    def echo(self) -> None:
+    def answer(self, peer: int, case: int, number: int) -> None:
         self.ping.acquire()
         self.pong.release()
 
@@ -125,12 +104,12 @@ class Events(Trip):
     def prepare(self, context: SpawnContext, folder: Path) -> None:
         self.ping, self.pong = context.Event(), context.Event()
 
-    def trip(self) -> None:
+    def turn(self, case: int, number: int) -> None:
         self.ping.set()
         self.pong.wait()
         self.pong.clear()
 
-    def echo(self) -> None:
+    def answer(self, peer: int, case: int, number: int) -> None:
         self.ping.wait()
         self.ping.clear()
         self.pong.set()
@@ -142,11 +121,11 @@ class Queues(Trip):
     def prepare(self, context: SpawnContext, folder: Path) -> None:
         self.ping, self.pong = context.Queue(), context.Queue()
 
-    def trip(self) -> None:
+    def turn(self, case: int, number: int) -> None:
         self.ping.put(1)
         self.pong.get()
 
-    def echo(self) -> None:
+    def answer(self, peer: int, case: int, number: int) -> None:
         self.ping.get()
         self.pong.put(1)
 
@@ -157,21 +136,21 @@ class Pair(Trip):
     def prepare(self, context: SpawnContext, folder: Path) -> None:
         self.endpoint = f"ipc://{folder}/pair-{os.getpid()}"
 
-    def open(self, *, child: bool) -> None:
+    def open(self, peer: int | None) -> None:
         import zmq
 
         self.context: Any = zmq.Context()
         self.socket: Any = self.context.socket(zmq.PAIR)
-        if child:
+        if peer is not None:
             self.socket.connect(self.endpoint)
         else:
             self.socket.bind(self.endpoint)
 
-    def trip(self) -> None:
+    def turn(self, case: int, number: int) -> None:
         self.socket.send(b"x")
         self.socket.recv()
 
-    def echo(self) -> None:
+    def answer(self, peer: int, case: int, number: int) -> None:
         self.socket.recv()
         self.socket.send(b"x")
 
