@@ -15,6 +15,7 @@ from .backends.base import Backend, Memory
 from .device import Device, as_device
 from .errors import InvalidArgument, InvalidState, IpcSyncError, ResourceLost, SessionClosed
 from .fields import Field, fields_of, layout
+from .opening import attached
 from .ring import Control
 from .ring import Reader as Cell
 from .waiting import UNSET, Deadline, Timeout
@@ -295,4 +296,5 @@ def open_channel(session: Session, name: str, timeout: Timeout = UNSET) -> Chann
     """The body of ``Session.open_channel``."""
     session.check()
     info = session.request("open_channel", Open("channel", name), ChannelInfo, session.deadline(timeout))
-    return Channel(session, info)
+    with attached(session, info.event.incarnation):
+        return Channel(session, info)

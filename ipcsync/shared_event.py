@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from . import errors, wire
 from .ledger import Cell
+from .opening import attached
 from .session import check_name
 from .stream import Stream, resolve_any
 from .waiting import UNSET, Deadline, Timeout, wait_word
@@ -257,7 +258,8 @@ def create_event(
 def open_event(session: Session, name: str, timeout: Timeout) -> SharedEvent:
     check_name(name)
     info = session.request("open_event", wire.Open("event", name), wire.EventInfo, session.deadline(timeout))
-    return SharedEvent(session, info, device_of(session, info.device))
+    with attached(session, info.incarnation):
+        return SharedEvent(session, info, device_of(session, info.device))
 
 
 def device_of(session: Session, uuid: str) -> Device:

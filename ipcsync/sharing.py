@@ -11,6 +11,7 @@ from .device import Device, as_device
 from .dtypes import dtype_name, itemsize
 from .errors import InvalidArgument, NotExportable, WrongDevice
 from .fields import SINGLE, Field, fields_of, layout
+from .opening import attached
 from .shared_array import SharedArray
 from .waiting import UNSET, Timeout
 from .wire import ArrayInfo, ArraySpec, CreateArray, FieldSpec, MemoryInfo, Open
@@ -126,4 +127,5 @@ def open_array(session: Session, name: str, timeout: Timeout = UNSET) -> SharedA
     """The body of ``Session.open_array``."""
     session.check()
     info = session.request("open_array", Open("array", name), ArrayInfo, session.deadline(timeout))
-    return SharedArray(session, info)
+    with attached(session, info.event.incarnation):
+        return SharedArray(session, info)

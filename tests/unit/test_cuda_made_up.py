@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 import ipcsync
-from ipcsync import errors
+from ipcsync import errors, wire
 from ipcsync.backends import cuda, select
 from ipcsync.backends.cuda import CudaBackend
 from ipcsync.backends.cuda_events import CudaEvent
+from ipcsync.ledger import Cell
 from ipcsync.shm import Region
 
 from ..harness import Broker, wait_until
@@ -259,3 +261,32 @@ def test_streams_that_waited_once_are_let_go(
         region.words[0] = n
         stream.synchronize()
     assert len(driver.of_stream) < 100
+
+
+@pytest.mark.parametrize("kind", ["event", "channel", "array"])
+def test_what_is_on_a_gpu_that_is_not_seen_is_refused_and_not_held(session: ipcsync.Session, kind: str) -> None:
+    far, made = "GPU-ffffffff-ffff-ffff-ffff-ffffffffffff", None
+    deadline = session.deadline()
+    if kind == "event":
+        made = session.request(
+            "create_event", wire.CreateEvent("far", far, "timeline", False, "session"), wire.EventInfo, deadline
+        )
+    else:
+        here = session.create_channel("c", shape=(1,), dtype="uint8", device="cpu").spec
+        memory = wire.MemoryInfo(b"x" * 64, 4096, far)
+        if kind == "channel":
+            spec = msgspec.structs.replace(here, memory="session")
+            body: Any = wire.CreateChannel("far", far, spec, False, memory)
+            made = session.request("create_channel", body, wire.ChannelInfo, deadline).event
+        else:
+            array = wire.ArraySpec(here.fields, memory="session", max_readers=2, single=True)
+            body = wire.CreateArray("far", far, array, False, (memory,))
+            made = session.request("create_array", body, wire.ArrayInfo, deadline).event
+    with ipcsync.connect(manage_env=False) as other:
+        with pytest.raises(errors.DeviceNotVisible, match="CUDA_VISIBLE_DEVICES") as refused:
+            getattr(other, f"open_{kind}")("far")
+        assert refused.value.uuid == far
+        session.unlink("far")
+        session.request("detach", wire.Detach(made.incarnation), wire.Empty, deadline)
+        state = session.ledger.cell(made.cell) + Cell.STATE
+        wait_until(lambda: session.ledger.words[state] == Cell.FREE, "the end of what nobody holds")
