@@ -162,7 +162,13 @@ def test_every_sentence_of_torchs_page_names_a_test() -> None:
         assert re.search(r"`tests/[\w/]+\.py::test_\w+`", row), row
 
 
-def test_links_lead_somewhere() -> None:
-    """Links of README between files (those inside docs/ are Sphinx's to check)."""
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / "README.md").read_text()):
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_lead_somewhere(name: str) -> None:
+    """Links between files, anchors too (those inside docs/ are Sphinx's to check)."""
+    text = (ROOT / name).read_text()
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", text):
         assert (ROOT / target).exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", (ROOT / (target or name)).read_text(), re.MULTILINE)
+            slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+            assert anchor in slugs, f"{target}#{anchor}"

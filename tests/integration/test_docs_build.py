@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -23,3 +24,6 @@ def test_build(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "html" / "index.html").exists()
+    commands = (tmp_path / "html" / "reference" / "cli.html").read_text()
+    for entry in entry_points(group="ipcsync.commands"):
+        assert f'id="ipcsync-{entry.name}"' in commands, entry.name
