@@ -122,7 +122,7 @@ def test_a_wait_before_its_record_ends_after_the_work(session: Session, spawn: S
             gpu.fill(array, 0)
         for n in range(1, rounds + 1):
             assert child.recv() == n
-            # The slow ones are still at it when the host has seen the record: a wait that waits for nothing is too early.
+            # The slow ones still run when the host has seen the record: a wait that waits for nothing is too early.
             gpu.spin(backend, stream._raw, 5.0 if n % 20 == 1 else 0.05, array.data.ptr, n)
             assert event.record(stream) == n
         assert child.join() == rounds
