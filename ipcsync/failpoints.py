@@ -30,6 +30,10 @@ NAMES = frozenset(
         "slot.publish",
         "slot.taken",
         "slot.release",
+        "supervisor.channels",
+        "supervisor.started",
+        "supervisor.restart",
+        "supervisor.end",
     }
 )
 

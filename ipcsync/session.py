@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from . import __version__, condemn, config, errors, failpoints, linux, runtime, wire
 from .budget import budget_of, reached
 from .host_waits import BUDGET
-from .ledger import LAYOUT, Block, Cell, Ledger
+from .ledger import LAYOUT, Block, Cell, Header, Ledger
 from .life import LifeFile, seen
 from .link import Link
 from .shm import Region
@@ -341,6 +341,16 @@ class Session:
     def suspect(self, block: int) -> bool:
         """A waiter saw that the owner of this block is dying. The broker sees it too; without one, we condemn in its
         stead. False when nobody does: the broker is there, but its loop stands still."""
+        return self._in_the_brokers_stead(lambda: self._condemn_dead(block))
+
+    def finish_condemning(self) -> None:
+        """A condemnation is under way. Should its author have died in it, a waiter as we are, and no broker be there,
+        it is completed here: else nobody would condemn the rest of the chain, or let go who waits for the dead."""
+        if self._words[Header.CONDEMNING] & 1:
+            self._in_the_brokers_stead(self._finish_begun)
+
+    def _in_the_brokers_stead(self, condemn: Callable[[], None]) -> bool:
+        """Condemns with the broker's lock held, so that nobody else does, if no broker is there."""
         if not _suspecting.acquire(blocking=False):
             return True  # another thread is at it
         try:
@@ -352,7 +362,7 @@ class Session:
             except errors.BrokerRunning:
                 return True
             try:
-                self._condemn_dead(block)
+                condemn()
             finally:
                 lock.release()
             return True
@@ -360,12 +370,16 @@ class Session:
             _suspecting.release()
 
     def _condemn_dead(self, block: int) -> None:
-        """With the broker's lock held, so that nobody else condemns."""
         if not self.ledger.dying(block):
             return
         who = condemn.Culprit(Cell.DIED, *self._owner(block))
         condemn.finish_begun(self.ledger, who)
         condemn.condemn(self.ledger, condemn.recorded_by(self.ledger, block), who, failpoint=failpoints.hit)
+
+    def _finish_begun(self) -> None:
+        for block in range(self.ledger.sessions):
+            self._condemn_dead(block)
+        condemn.finish_begun(self.ledger, condemn.Culprit(Cell.DIED))
 
     def _owner(self, block: int) -> tuple[int, int, str]:
         """(session, pid, name) of whose block it is."""

@@ -417,6 +417,7 @@ class Timeline:
         return False
 
     def between_slices(self, round: int) -> None:
+        self.session.finish_condemning()
         self.check(round)
         recorder = self._words[self.at + Cell.RECORDER]
         if recorder and self.session.ledger.dying(recorder - 1) and not self.session.suspect(recorder - 1):

@@ -67,6 +67,9 @@ class Session:
     def budget(self, *_: Any) -> None:
         return None
 
+    def finish_condemning(self) -> None:
+        pass
+
     def suspect(self, block: int) -> bool:
         return True
 

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 import ipcsync
-from ipcsync import runtime
+from ipcsync import failpoints, runtime
 from ipcsync.errors import DeviceUnavailable, IpcSyncError, OutOfSpace, QuotaExceeded
 
 from . import messages
@@ -31,6 +31,11 @@ from .schema import StagePlan
 _TICK = 0.1
 _GRACE = 3.0  # seconds between asking a worker to leave and killing it
 _BROKER_LEAVES = 10.0
+
+
+def _failpoint(name: str) -> None:
+    if failpoints.ARMED:
+        failpoints.hit(name)
 
 
 class Show(Protocol):
@@ -92,6 +97,7 @@ class Supervisor:
         try:
             with self._listening(), self._session() as session:
                 self._create_channels(session)
+                _failpoint("supervisor.channels")
                 try:
                     self._supervise()
                 finally:
@@ -165,6 +171,7 @@ class Supervisor:
                 self._signal_all(signal.SIGKILL)
             self.show.tick(self.stages)
         self.ended = time.monotonic()
+        _failpoint("supervisor.end")
 
     # -- workers
 
@@ -197,6 +204,7 @@ class Supervisor:
         self._select.register(process.pidfd, selectors.EVENT_READ, lambda: self._gone(stage, process))
         if self._draining:
             messages.send(process.end, messages.Drain())
+        _failpoint("supervisor.started")
 
     def _said(self, process: Process) -> None:
         if not process.read_output():
@@ -240,6 +248,7 @@ class Supervisor:
             stage.restarts += 1
             stage.restart_at = stage.ended + delay
             stage.state = "restarting"
+            _failpoint("supervisor.restart")
             for line in stage.error.rstrip().splitlines():
                 self.show.line(stage.name, line)
             self.show.notice(

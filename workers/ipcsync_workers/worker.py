@@ -76,6 +76,10 @@ def _work(
     os.chdir(plan.folder)  # params name paths relative to the file
     function = resolve(plan.call, Path(plan.folder))
     worker = plan.worker
+    # From now on, so that a worker whose supervisor dies does not wait for channels that nobody will make.
+    stages: list[Stage] = []
+    draining, go = threading.Event(), threading.Event()
+    threading.Thread(target=_listen, args=(end, stages, draining, go), name="supervisor", daemon=True).start()
     session = stack.enter_context(
         ipcsync.connect(plan.directory, name=worker.name, namespace=plan.namespace, default_timeout=None)
     )
@@ -84,12 +88,16 @@ def _work(
         counters.expected = items
 
     stage = begin(worker, plan.params, session, stack, expected=expected, restarts=plan.restarts)
+    stages.append(stage)
+    stage.draining = stage.draining or draining.is_set()
     # Readers are given back after the writers are: a failed stage ends its outputs first.
     readers = [join(worker, each, stage, stack, policy=plan.policy) for each in worker.inputs]
     if plan.keep_open:
         stack.push(_abandon)
     for output in worker.outputs:
         lead(worker, output, stage, stack, counters, board, again=plan.again, keep_open=plan.keep_open)
+    if plan.restarts:
+        stage.resumed_at = min((output.written for output in stage.outputs.values()), default=0)
     for each, found in zip(worker.inputs, readers, strict=True):
         attend(worker, each, found, stage, counters, board)
 
@@ -100,8 +108,6 @@ def _work(
             messages.send(end, _failure(error, counts))
 
     stack.push(tell)
-    go = threading.Event()
-    threading.Thread(target=_listen, args=(end, stage, go), name="supervisor", daemon=True).start()
     messages.send(end, messages.Ready())
     go.wait()
     with trace.span("stage", worker.name):
@@ -119,13 +125,15 @@ def _abandon(kind: type[BaseException] | None, error: BaseException | None, wher
         os._exit(1)
 
 
-def _listen(end: socket.socket, stage: Stage, go: threading.Event) -> None:
+def _listen(end: socket.socket, stages: list[Stage], draining: threading.Event, go: threading.Event) -> None:
     while True:
         message = messages.receive(end, messages.FromSupervisor)
         if message is None:
             break
         if isinstance(message, messages.Drain):
-            stage.draining = True
+            draining.set()
+            for stage in stages:
+                stage.draining = True
         go.set()
     # The supervisor is gone, and so is the terminal's Ctrl-C: nobody else would ever end this process.
     go.set()
