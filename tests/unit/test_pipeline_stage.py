@@ -45,6 +45,22 @@ def test_an_output_has_the_shape_it_is_given():
         run_stage(scale, inputs=[np.arange(4)], output=np.zeros(5))
 
 
+def test_an_item_may_be_smaller():
+    def shrink(stage):
+        with stage.outputs["one"].slot() as out:
+            out.resize((2,))
+            out.array[...] = 1
+        with stage.outputs["two"].slot() as out:
+            out.resize("a", (1, 3))
+            out["a"][...] = 2
+
+    like = {"one": np.zeros(4), "two": {"a": np.zeros((2, 3)), "b": np.zeros(1)}}
+    found = run_stage(shrink, outputs=like)
+    assert found["one"][0].array.tolist() == [1, 1]
+    assert found["two"][0]["a"].tolist() == [[2, 2, 2]]
+    assert found["two"][0]["b"].shape == (1,)
+
+
 def test_a_per_item_function_that_returns_its_result_is_told():
     @per_item
     def wrong(array, out, meta):

@@ -90,6 +90,8 @@ class Stage:
     ``draining``  True once the run was asked to end: a source that waits for something else than ``slot()`` looks here
     ``counts``    what :meth:`count` counted
     ``restarts``  how often it was started again: 0 in its first life
+    ``resumed_at``  how many items it had published by then (of several outputs, the fewest; all: ``output.written``).
+                  A source goes on from here; it is exact, however the stage died
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class Stage:
         self.outputs: dict[str, Sink] = {}
         self.draining = False
         self.counts: Counter[str] = Counter()
-        self.restarts = restarts
+        self.restarts, self.resumed_at = restarts, 0
         self.leaving: threading.Event | None = None  # run by hand: set when it is to take nothing more
         self.made: Made | None = None  # of which item what it writes now is made
         self.arrived: Callable[[Sequence[Any], float | None], Sequence[Any]] = lambda inputs, _: inputs
@@ -134,14 +136,6 @@ class Stage:
         import cupy
 
         return cupy
-
-    @property
-    def resumed_at(self) -> int:
-        """How many items this stage had published before it was started again; 0 in its first life. A source goes on
-        from here: what it published is exact, however it died. Of several outputs: the fewest; see
-        ``stage.outputs[name].written``.
-        """
-        return min((output.written for output in self.outputs.values()), default=0) if self.restarts else 0
 
     def step(self, *names: str, timeout: float | None = None, strict: bool = True) -> Iterator[tuple[Any, ...]]:
         """The inputs in step: the first item of each, then the second of each, and so on, as a tuple of slots.

@@ -45,9 +45,14 @@ class Item:
     def __iter__(self) -> Iterator[str]:
         return iter(self.value if isinstance(self.value, Mapping) else ("array",))
 
-    def resize(self, name: str, shape: Sequence[int]) -> None:
-        """This item's extent of one field, within what it was given."""
-        self.value[name] = self.value[name][tuple(slice(0, extent) for extent in shape)]
+    def resize(self, *what: Any) -> None:
+        """``resize(name, shape)``, or ``resize(shape)`` of the one field: this item's extent, at most what it was."""
+        name, shape = what if len(what) == 2 else ("array", what[0])
+        smaller = tuple(slice(0, extent) for extent in shape)
+        if isinstance(self.value, Mapping):
+            self.value = {**self.value, name: self.value[name][smaller]}
+        else:
+            self.value = self.value[smaller]
 
     def discard(self) -> None:
         """As if it had never been."""
@@ -151,6 +156,7 @@ def run_stage(
 
     name = getattr(function, "__name__", "stage")
     stage = Stage(name, params=dict(params or {}), device=as_device(device), restarts=int(resumed_at > 0))
+    stage.resumed_at = resumed_at
     given = inputs if isinstance(inputs, Mapping) else {"input": inputs}
     sources: dict[str, Slots] = {name: _Inputs(items) for name, items in given.items()}
     stage.inputs = sources

@@ -14,6 +14,8 @@ import time
 import zlib
 from typing import Any
 
+import numpy
+
 from ipcsync.errors import InvalidArgument
 
 from ..stage import Stage
@@ -27,23 +29,22 @@ def source(stage: Stage) -> None:
     items, rate = int(stage.params.get("items", 100)), float(stage.params.get("rate", 0))
     stage.expect(items)
     began = time.monotonic()
-    for index in range(items):
+    first = stage.resumed_at
+    for index in range(first, items):
         if rate:
-            time.sleep(max(0.0, began + index / rate - time.monotonic()))
+            time.sleep(max(0.0, began + (index - first) / rate - time.monotonic()))
         with stage.output.slot(meta={"index": index}) as slot:
             sums = {}
             for name in slot:
                 content = _content(index, slot[name].nbytes)
-                flat = stage.xp.frombuffer(content, dtype=stage.xp.uint8)
-                slot[name][...] = flat.view(slot[name].dtype).reshape(slot[name].shape)
+                made = numpy.frombuffer(content, numpy.uint8).view(slot[name].dtype).reshape(slot[name].shape)
+                stage.put(slot[name], made)
                 sums[name] = zlib.crc32(content)
             slot.meta["checksum"] = sums
 
 
 def _content(index: int, nbytes: int) -> bytes:
     """Bytes that differ from item to item, quickly made: a counter's words, mixed by a multiplication."""
-    import numpy
-
     words = numpy.arange(index << 20, (index << 20) + (nbytes + 7) // 8, dtype=numpy.uint64)
     return (words * numpy.uint64(0x9E3779B97F4A7C15)).tobytes()[:nbytes]
 
@@ -51,7 +52,7 @@ def _content(index: int, nbytes: int) -> bytes:
 def check(stage: Stage) -> None:
     """Reads to the end; fails at the first item whose content is not what its meta's ``checksum`` says, or which is out
     of order (``ordered = false`` for a channel whose items may be missed or repeated)."""
-    expected = 0
+    expected = stage.input.finished  # 0, unless it was started again
     for slot in stage.input.slots():
         index = slot.meta["index"]
         if index != expected and stage.params.get("ordered", True):
