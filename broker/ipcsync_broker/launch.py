@@ -46,6 +46,8 @@ def serve(
     where = runtime.directory(directory, create=True)
     runtime.check_contents(where)
     os.environ["IPCSYNC_RUNTIME_DIR"] = str(where)  # where the host backend puts memory
+    # We run no kernels: a context with few hardware queues, whatever the session that started us has for itself.
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     lock = runtime.Lock(where)
