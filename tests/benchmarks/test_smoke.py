@@ -16,7 +16,7 @@ from ipcsync.bench.flows import FLOWS, look
 from ipcsync.bench.gpu import on
 from ipcsync.bench.trips import TRIPS
 
-COMMAND = [sys.executable, "-c", "from ipcsync.bench.cli import bench; bench()", "--quick"]
+COMMAND = [sys.executable, "-c", "from ipcsync.cli import main; main()", "bench", "--quick"]
 
 
 @pytest.mark.slow

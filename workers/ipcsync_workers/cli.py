@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,18 +33,26 @@ DONE, FAILED, INVALID, NO_BROKER, INTERRUPTED = 0, 1, 2, 3, 130
 )
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the closing table to a file as JSON.")
 @click.option("--trace", "trace_file", type=click.Path(path_type=Path), help="Write a Chrome/Perfetto trace to a file.")
-def run(file: Path, overrides: tuple[str, ...], json_file: Path | None, trace_file: Path | None) -> None:
+@click.option(
+    "--mps", is_flag=True, help="Share the GPU at once: under a private MPS daemon, stopped when its last user leaves."
+)
+def run(file: Path, overrides: tuple[str, ...], json_file: Path | None, trace_file: Path | None, mps: bool) -> None:
     """Run the pipeline in FILE until its sources are exhausted.
 
     A broker is started if none runs. Ctrl-C finishes the items that were begun; a second one stops at once. Exit
     status: 0 done, 1 a stage failed, 2 the file or the arguments are wrong, 3 no broker could be reached or started,
     130 interrupted.
     """
-    sys.exit(run_file(file, overrides, json_file, trace_file))
+    sys.exit(run_file(file, overrides, json_file, trace_file, mps=mps))
 
 
 def run_file(
-    file: Path, overrides: tuple[str, ...] = (), json_file: Path | None = None, trace_file: Path | None = None
+    file: Path,
+    overrides: tuple[str, ...] = (),
+    json_file: Path | None = None,
+    trace_file: Path | None = None,
+    *,
+    mps: bool = False,
 ) -> int:
     """What the command does; returns its exit status."""
     from .pipeline import load
@@ -57,9 +66,15 @@ def run_file(
             raise click.UsageError(f"{option}: there is no folder {wanted.absolute().parent}")
     try:
         pipeline = load(file, overrides)
-        with _traced(trace_file) as parts, Terminal(errors, list(pipeline.stages)) as show:
-            supervisor = Supervisor(pipeline, show, trace=parts)
-            supervisor.run()
+        with _shared(mps, errors), _traced(trace_file) as parts, Terminal(errors, list(pipeline.stages)) as show:
+            again = max((plan.restart_limit for plan in pipeline.stages.values() if plan.restart != "never"), default=0)
+            for attempt in range(1, again + 2):
+                supervisor = Supervisor(pipeline, show, trace=parts, mps=mps)
+                supervisor.run()
+                if not supervisor.device_lost or supervisor.interrupted or attempt > again:
+                    break
+                show.notice(f"the GPU's contexts are lost: the whole run starts again ({attempt} of {again})")
+                supervisor.close()
     except KeyboardInterrupt:  # before there was anything to drain
         return INTERRUPTED
     except PipelineInvalid as error:
@@ -126,6 +141,31 @@ def worker(**options: Any) -> None:
     from .byhand import work
 
     sys.exit(work(**options))
+
+
+@contextmanager
+def _shared(mps: bool, errors: Console) -> Iterator[None]:
+    """With `mps`, what is started meanwhile, the broker too, is a client of a private MPS daemon."""
+    if not mps:
+        yield
+        return
+    from ipcsync import runtime
+    from ipcsync.mps import COST, Daemon, check_broker
+
+    directory = runtime.directory(create=True)
+    with Daemon(directory).used() as environment:
+        check_broker(directory, environment)
+        _say(errors, f"note: {COST}")
+        before = {name: os.environ.get(name) for name in environment}
+        os.environ.update(environment)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 @contextmanager

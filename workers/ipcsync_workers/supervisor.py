@@ -69,7 +69,13 @@ class Supervisor:
     """One run of a pipeline. :meth:`run` returns when everything it started is gone again."""
 
     def __init__(
-        self, pipeline: Pipeline, show: Show, *, directory: Path | None = None, trace: Path | None = None
+        self,
+        pipeline: Pipeline,
+        show: Show,
+        *,
+        directory: Path | None = None,
+        trace: Path | None = None,
+        mps: bool = False,
     ) -> None:
         self.pipeline, self.show = pipeline, show
         self.trace = trace  # a folder: each worker writes its part of a trace there
@@ -81,6 +87,8 @@ class Supervisor:
         self._places: dict[str, list[Any]] = {}  # by group: readers of ours, so that it lives while no worker does
         self.namespace = f"{pipeline.settings.name}-{secrets.token_hex(4)}"
         self.directory = runtime.directory(directory, create=True)
+        self.mps = mps  # the workers share one MPS server
+        self.device_lost = False  # ... and a dead one took the others' contexts along
         self.interrupted: int | None = None  # the signal that ended the run
         self.began = self.ended = 0.0
         self._signals: list[int] = []
@@ -238,6 +246,13 @@ class Supervisor:
             self._end(stage, "done")
             return
         stage.error = outcome.traceback
+        if self.mps and "DeviceLost" in outcome.traceback:
+            # A client that died in the middle of a kernel took everybody's context along, the broker's memory too:
+            # nothing of this run can be mended, all of it has to be started again.
+            self.device_lost = True
+            self._end(stage, "failed")
+            self._stop()
+            return
         if outcome.consequence:
             self._end(stage, "stopped")
             self._stop()
