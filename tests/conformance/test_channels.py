@@ -448,6 +448,7 @@ def come_and_go(peer: Peer, rounds: int) -> int:
     return seen
 
 
+@pytest.mark.watchdog(60 + JOINS // 20)
 def test_readers_join_and_leave_while_the_writer_runs(case: Case, session: Session, spawn: Spawn) -> None:
     channel = session.create_channel("frames", shape=SHAPE, dtype="int32", depth=3, device=case.device)
     children = [spawn(come_and_go, JOINS) for _ in range(2)]
