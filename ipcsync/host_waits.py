@@ -116,7 +116,7 @@ class Waiting:
         ledger = self._waits.ledger
         wait = why.Wait(self._waits.block, self.kind, self.cell, self.round, self.since)
         try:
-            picture = why_ledger.read(ledger, names={self.cell: self.name})
+            picture = why_ledger.read(ledger, names={self.cell: self.name}, of_interest=[self.cell])
         except (OSError, ValueError):  # unmapped meanwhile: the session was closed
             return error
         text = why.sentences(why.follow(picture, wait))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,21 @@ from .ring import Control, Reader, open_control
 from .why import DEVICE, NAME, Holder, Picture, Proc, ProcessState, Thing, Wait
 
 
-def read(ledger: Ledger, *, names: Mapping[int, str] | None = None, status: Mapping[str, Any] | None = None) -> Picture:
+def read(
+    ledger: Ledger,
+    *,
+    names: Mapping[int, str] | None = None,
+    status: Mapping[str, Any] | None = None,
+    of_interest: Iterable[int] = (),
+) -> Picture:
     """The picture as of now. `names` (by cell) and `status` (the broker's) know better than the ledger how things are
-    called: it keeps the first 64 bytes of a name, and none of what is condemned."""
+    called: it keeps the first 64 bytes of a name, and none of what is condemned. `of_interest`: cells whose readers
+    are looked at, beside those that somebody waits for."""
     procs = {proc.block: proc for proc in _procs(ledger)}
     waits = tuple(w for block in procs for w in _waits(ledger, block))
     for told in (status or {}).get("awaited", ()):
         waits += (Wait(told["block"], NAME, -1, 0, int(told["since"] * 1e9), told["name"]),)
-    wanted = {wait.cell for wait in waits}
+    wanted = {wait.cell for wait in waits} | set(of_interest)
     things = {thing.cell: thing for thing in _things(ledger, names or {}, wanted)}
     for told in (status or {}).get("things", ()):
         cell = told["cell"]

@@ -296,3 +296,15 @@ def test_what_belongs_to_a_process_is_not_passed_to_another(session: Session) ->
     for thing in (session, event, channel, channel.reader(), channel.writer(), array):
         with pytest.raises(errors.InvalidState, match="pass names"):
             pickle.dumps(thing)
+
+
+def test_a_writer_that_gave_up_says_which_reader_holds_the_buffers(session: Session) -> None:
+    channel = session.create_channel("frames", shape=(4,), depth=2, device="cpu")
+    with ipcsync.connect(name="slow") as other, other.open_channel("frames").reader(), channel.writer() as writer:
+        for _ in range(2):
+            with writer.slot():
+                pass
+        with pytest.raises(errors.WaitTimeout) as found, writer.slot(timeout=0.05):
+            pass
+    assert "waits for a free buffer of channel 'frames'" in found.value.why
+    assert "held up by: 'slow'" in found.value.why
