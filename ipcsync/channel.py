@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from .backends import select
 from .backends.base import Backend, Memory
-from .device import Device, as_device
+from .device import as_device, the
 from .errors import InvalidArgument, InvalidState, IpcSyncError, ResourceLost, SessionClosed
 from .fields import Field, fields_of, layout
 from .opening import attached
@@ -71,7 +71,7 @@ class Channel:
         self.depth, self.max_readers, self.meta_bytes = info.spec.depth, info.spec.max_readers, info.spec.meta_bytes
         self.fields = {f.name: Field(f.shape, f.dtype) for f in info.spec.fields}
         self.backend, self.index = session.backend(info.event.device)
-        self.device = Device(self.backend.device_type, self.index)
+        self.device = the(self.backend.device_type, self.index)
         self.control = Control(session.map(info.control))
         with self.backend.using(self.index):
             self.backend.register(self.control.region)

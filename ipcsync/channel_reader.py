@@ -10,7 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
 
-from . import failpoints, linux, trace
+from . import bells, failpoints, trace
 from .crossing import Crossing
 from .epochs import Epochs
 from .errors import EndOfStream, IpcSyncError, PeerDied, StaleHandle, WaitTimeout
@@ -71,7 +71,7 @@ class Reader:
         """
         raw = self.session.reading_stream(stream, self.device)
         deadline = self.session.deadline(timeout)
-        if not self._lock.acquire(timeout=deadline.left(threading.TIMEOUT_MAX)):
+        if not self._lock.acquire(False) and not self._lock.acquire(timeout=deadline.left(threading.TIMEOUT_MAX)):
             raise WaitTimeout(f"another thread is in get() of {self.channel.name!r}", timeout=deadline.timeout)
         try:
             while True:
@@ -81,7 +81,9 @@ class Reader:
                 if slot is None:
                     continue
                 try:
-                    self._epochs.timeline.wait(raw, slot.number, deadline)
+                    timeline = self._epochs.timeline
+                    if not timeline.wait_now(raw, slot.number):
+                        timeline.wait(raw, slot.number, deadline)
                 except PeerDied:
                     self._release(slot, None)
                     self._unconfirmed = before
@@ -257,12 +259,12 @@ class Reader:
     # -- ends
 
     def _end(self, deadline: Deadline) -> None:
-        seen = self._words[Head.DOORBELL]
+        token = bells.announce(self._control.region, Head.DOORBELL)
         if self._turn.peers_hold():  # one of them may still die, and what it holds come here
             left = deadline.left()
             if left == 0.0:
                 raise WaitTimeout(f"others of the group {self.group!r} still hold items of {self.channel.name!r}")
-            linux.futex_wait(self._control.region.address + 8 * Head.DOORBELL, seen, left)
+            bells.sleep(self._control.region, Head.DOORBELL, token, left)
             return
         self._over = self._epochs.end()
         raise self._over

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import failpoints, linux, trace
+from . import bells, failpoints, trace
 from .epochs import stands
 from .errors import InvalidState, IpcSyncError, WaitTimeout
 from .host_waits import SPACE
@@ -96,9 +96,8 @@ class Writer:
             return self._await_space(deadline, waiting.still)
 
     def _await_space(self, deadline: Deadline, still: Callable[[], None]) -> tuple[int, list[tuple[int, int]]]:
-        address = self._control.region.address + 8 * Head.DOORBELL
+        region, token = self._control.region, 0
         while True:
-            seen = self._words[Head.DOORBELL]
             self._check()
             with self._lock:
                 found = self._choice.pick()
@@ -111,9 +110,13 @@ class Writer:
                     f"{self._control.depth} are in use by readers, or by this writer's own open slots",
                     timeout=deadline.timeout,
                 )
-            linux.futex_wait(address, seen, left)
-            still()
-            self._look_for_deaths()
+            if token:  # announced before this look
+                bells.sleep(region, Head.DOORBELL, token, left)
+                still()
+                self._look_for_deaths()
+                token = 0
+            else:
+                token = bells.announce(region, Head.DOORBELL)
 
     def _check(self) -> None:
         if self._closed:

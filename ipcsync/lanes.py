@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from .backends.base import RawStream
 from .errors import WaitTimeout
-from .ring import Reader, bell
+from .ring import Reader
 from .waiting import Deadline, wait_word
 from .wire import Empty, JoinReader, LeaveReader, ReaderReply
 
@@ -30,7 +30,6 @@ class Lanes:
         self._streams: list[Hashable] = [None] * Reader.LANES  # whose read was the last of each
         self._busy: set[int] = set()
         self._free = threading.Condition()
-        self._rings = 0
         self.at = 0
 
     def join(self, deadline: Deadline) -> None:
@@ -86,11 +85,7 @@ class Lanes:
         return min(free, key=cost)
 
     def ring(self) -> None:
-        with self._free:
-            self._rings += 1
-            assert self._cell is not None
-            value = bell(self._cell, self._rings)
-        self._array.control.ring_bell(value)
+        self._array.control.ring_bell()
 
     def leave(self, deadline: Deadline) -> None:
         """Once this process's streams have done every read that ended."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from . import linux
+from . import bells, linux
 from .errors import ProtocolMismatch
 from .ledger import FOREVER, Cell, Ledger
 from .shm import Region
@@ -51,7 +51,7 @@ class Head:
     CLAIMED = 64  # highest item whose buffer may be written again; arrays: the version begun last
     DROPPED = 65  # highest item taken from `latest` readers that had not taken it
     META_LEN = 66  # arrays: bytes of the version's meta
-    # the readers, all of them: each stores a value that no other store has had, then wakes
+    # what the writer sleeps on, and who waits for others of a reader group: theirs and the readers', see bells.py
     DOORBELL = 72
     # the broker: the last EPOCHS epochs, for readers that were busy while writers came and went; see `Epoch`
     TABLE, EPOCHS = 128, 64
@@ -171,18 +171,12 @@ class Control:
     def reader(self, cell: int) -> int:
         return int(self._readers + cell * self._reader_words)
 
-    def ring_bell(self, value: int) -> None:
-        """Wakes the writer. `value` must differ from every other store here in its low half."""
-        self.words[Head.DOORBELL] = value
-        linux.futex_wake(self.region.address + 8 * Head.DOORBELL)
+    def ring_bell(self) -> None:
+        """Wakes the writer if it sleeps: a buffer may have become free."""
+        bells.ring(self.region, Head.DOORBELL)
 
     def wake(self, word: int) -> None:
         linux.futex_wake(self.region.address + 8 * word)
-
-
-def bell(cell: int, count: int) -> int:
-    """The `count`-th ring of the reader of `cell`: 9 bits of cell + 1 above 23 of count; cell + 1 = 0: the broker."""
-    return (cell + 1) << 23 | count & 0x7FFFFF
 
 
 def open_control(path: Path) -> Control:
@@ -354,7 +348,7 @@ def _changed(control: Control) -> None:
     """The roster changed: a writer that waits looks again."""
     words = control.words
     words[Head.ROSTER] += 1
-    control.ring_bell(words[Head.ROSTER] & 0x7FFFFF)  # no reader's ring looks like this: see `bell`
+    bells.toll(control.region, Head.DOORBELL)
 
 
 def highest_item(control: Control) -> int:

@@ -26,7 +26,7 @@ from .ledger import LAYOUT, Block, Cell, Header, Ledger
 from .life import LifeFile, seen
 from .link import Link
 from .shm import Region
-from .stream import resolve, resolve_any
+from .stream import Stream, resolve, resolve_any
 from .timeline import Timeline, WaitTable, verdict_error
 from .waiting import UNSET, Deadline, Timeout, Unset, wait_word
 
@@ -285,11 +285,15 @@ class Session:
 
     def stream(self, stream: object, device: Device) -> RawStream:
         """The raw stream of a ``stream=`` argument that must be of `device`."""
+        if stream.__class__ is Stream and stream.device is device:
+            return stream._raw
         return resolve(stream, device, streams=self.streams)
 
     def reading_stream(self, stream: object, device: Device) -> RawStream:
         """That of one which reads memory of `device`: of that device, unless the caller names another one's."""
-        return resolve_any(stream, device) if stream is not None else self.stream(None, device)
+        if stream is None or (stream.__class__ is Stream and stream.device is device):
+            return self.stream(stream, device)
+        return resolve_any(stream, device)
 
     def budget(self, backend: Backend, raw: RawStream) -> Budget | None:
         """The wait budget that a stream counts in."""

@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import linux
+from . import bells, linux
 from .backends.base import Memory, RawStream
-from .device import Device
+from .device import the
 from .errors import InvalidState, IpcSyncError, PeerDied, ResourceLost, StaleHandle, WaitTimeout
 from .fields import Field
 from .host_waits import ISSUED, SPACE
@@ -60,7 +60,7 @@ class SharedArray:
         self.name, self.incarnation = info.event.name, info.event.incarnation
         self.fields = {f.name: Field(f.shape, f.dtype) for f in info.spec.fields}
         self.backend, self.index = session.backend(info.event.device)
-        self.device = Device(self.backend.device_type, self.index)
+        self.device = the(self.backend.device_type, self.index)
         self.control = Control(session.map(info.control))
         with self.backend.using(self.index):
             self.backend.register(self.control.region)
@@ -150,9 +150,8 @@ class SharedArray:
 
     def _await_readers(self, deadline: Deadline, still: Callable[[], None]) -> list[tuple[int, int]]:
         """Returns once no host reads: the words and values that their devices still have to reach."""
-        control, words, address = self.control, self._words, self.control.region.address + 8 * Head.DOORBELL
+        control, words, token = self.control, self._words, 0
         while True:
-            seen = words[Head.DOORBELL]
             busy: set[int] = set()
             waits = []
             for cell in range(control.max_readers):
@@ -177,8 +176,12 @@ class SharedArray:
                     f"readers still hold version {self.version} of {self.name!r} after {deadline.timeout:g} s",
                     timeout=deadline.timeout,
                 )
-            linux.futex_wait(address, seen, left)
-            still()
+            if token:  # announced before this look
+                bells.sleep(control.region, Head.DOORBELL, token, left)
+                still()
+                token = 0
+            else:
+                token = bells.announce(control.region, Head.DOORBELL)
 
     def behind(self, raw: RawStream, region: Region, word: int, value: int, deadline: Deadline) -> None:
         """The stream goes on once that word has reached `value`."""

@@ -150,9 +150,11 @@ def resolve(stream: object, device: Device, *, streams: str | None = None) -> Ra
         if stream.device == device:
             return stream._raw
     elif stream is None:
-        for ours, _ in reversed(_thread.stack):
+        for ours, _ in reversed(_thread.stack) if _thread.stack else ():
             if ours.device == device:
                 return ours._raw
+        if device.type == "cpu":
+            return None  # the calling thread itself
         backend = select.backend(device)
         if streams is not None:
             theirs = backend.framework_streams(device.index).get(streams)

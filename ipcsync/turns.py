@@ -10,12 +10,11 @@ A block reader that takes items in order needs no check at all: nothing it has n
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 from . import linux
 from .ledger import FOREVER
-from .ring import Buffer, Control, Group, Head, Reader, bell
+from .ring import Buffer, Control, Group, Head, Reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +167,6 @@ class Turn:
         )
         self._buffers = [control.buffer(b) for b in range(control.depth)]
         self._likely = 0
-        self._rings = itertools.count(1)  # counts whole whichever thread releases
 
     def ready(self, issued: int, bad: int) -> bool:
         """Whether there is something to take: items up to `issued` are, and those from `bad` on are condemned."""
@@ -224,7 +222,7 @@ class Turn:
         self.ring()
 
     def ring(self) -> None:
-        self.control.ring_bell(bell(self.cell, next(self._rings)))
+        self.control.ring_bell()
 
     def stop(self) -> None:
         """Wants nothing further: the writer need not wait for what was not taken."""

@@ -368,13 +368,6 @@ def test_a_reader_that_stopped_holds_nobody_up(control: tuple[ring.Control, Ledg
     assert choice.items[held] == 1, "what it holds is still its own"
 
 
-def test_rings_of_the_bell_never_repeat() -> None:
-    rings = [ring.bell(cell, count) for cell in range(256) for count in (0, 1, 5, 0x7FFFFF)]
-    assert len(set(rings)) == len(rings)
-    assert max(rings) < 1 << 32
-    assert min(rings) > 0x7FFFFF  # the broker's own
-
-
 def test_a_control_file_of_another_layout_is_refused(control: tuple[ring.Control, Ledger]) -> None:
     from ipcsync.errors import ProtocolMismatch
 
