@@ -252,6 +252,7 @@ class Session:
 
     @property
     def closed(self) -> bool:
+        """Whether `close` was called."""
         return self._closed
 
     def check(self) -> None:

@@ -82,6 +82,7 @@ class SharedArray:
 
     @property
     def version(self) -> int:
+        """The last version published; 0 before the first."""
         return self._timeline.issued
 
     # -- writing

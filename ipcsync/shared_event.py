@@ -32,6 +32,7 @@ class EventRef:
     round: int
 
     def to_bytes(self) -> bytes:
+        """The reference as bytes, at most 262: for one's own RPC."""
         head = struct.pack("<4sQQBB", b"ipe1", self.incarnation, self.round, len(self.namespace), len(self.name))
         return head + self.namespace.encode() + self.name.encode()
 
@@ -62,7 +63,10 @@ class SharedEvent:
         self._closed = False
         session.adopt(self)
 
-    name = property(lambda self: self.info.name)
+    @property
+    def name(self) -> str:
+        """What it is called in its namespace."""
+        return self.info.name
 
     # -- recording
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -143,6 +145,10 @@ def test_every_name_in_the_reference_has_an_example() -> None:
     for what, members in listed:
         for name in {what.rpartition(".")[2], *filter(None, members.split(", "))} - made:
             assert re.search(rf"\b{name}\b", code), f"{what}: {name}"
+        if not what.startswith("ipcsync.torch"):
+            described = pkgutil.resolve_name(".".join(what.rsplit(".", 1)))
+            for name in filter(None, members.split(", ")):
+                assert inspect.getdoc(getattr(described, name)), f"{what}.{name} says nothing"
 
 
 def test_tests_that_are_named_exist() -> None:

@@ -80,18 +80,19 @@ class Sink(Protocol):
 class Stage:
     """What a stage function is given.
 
-    ``name``      the stage's name in pipeline.toml
-    ``inputs``    by channel name; ``input`` is the only one
-    ``outputs``   by channel name; ``output`` is the only one
-    ``params``    the table ``params`` of pipeline.toml
-    ``device``    an ``ipcsync.Device``; ``xp`` is numpy on the cpu and cupy on a GPU
-    ``stream``    the stage's stream on that device, current while the stage runs
-    ``session``   its ``ipcsync.Session``, in the namespace of this run; None in ``run_stage``
-    ``draining``  True once the run was asked to end: a source that waits for something else than ``slot()`` looks here
-    ``counts``    what :meth:`count` counted
-    ``restarts``  how often it was started again: 0 in its first life
-    ``resumed_at``  how many items it had published by then (of several outputs, the fewest; all: ``output.written``).
-                  A source goes on from here; it is exact, however the stage died
+    - ``name``: the stage's name in pipeline.toml
+    - ``inputs``: by channel name; ``input`` is the only one
+    - ``outputs``: by channel name; ``output`` is the only one
+    - ``params``: the table ``params`` of pipeline.toml
+    - ``device``: an ``ipcsync.Device``; ``xp`` is numpy on the cpu and cupy on a GPU
+    - ``stream``: the stage's stream on that device, current while the stage runs
+    - ``session``: its ``ipcsync.Session``, in the namespace of this run; None in ``run_stage``
+    - ``draining``: True once the run was asked to end: a source that waits for something else than ``slot()`` looks
+      here
+    - ``counts``: what :meth:`count` counted
+    - ``restarts``: how often it was started again: 0 in its first life
+    - ``resumed_at``: how many items it had published by then (of several outputs, the fewest; all: ``output.written``).
+      A source goes on from here; it is exact, however the stage died
     """
 
     def __init__(
