@@ -268,7 +268,7 @@ def test_an_interrupt_finishes_what_was_begun(run, tmp_path):
         + stage("two", "double", inputs="a", outputs="b")
         + stage("three", "listed", inputs="b", more="params = { times = 2 }")
     )
-    made.saw("three | first")
+    made.saw(r"three \| first")
     made.signal(signal.SIGINT)
     assert made.end() == 130, made.err
     items = [each["items"] for each in report(tmp_path)["stages"].values()]
@@ -281,7 +281,7 @@ def test_an_interrupt_finishes_what_was_begun(run, tmp_path):
 
 def test_sigterm_drains_too(run, tmp_path):
     made = run(ENDLESS + stage("two", "listed", inputs="a") + stage("s", "numbers", outputs="b"))
-    made.saw("two | first")
+    made.saw(r"two \| first")
     made.signal(signal.SIGTERM)
     assert made.end() == 143, made.err
     assert report(tmp_path)["status"] == "interrupted"

@@ -60,7 +60,7 @@ def attend(
     port, session = counters.inputs[plan.name], stage.session
     stream, elsewhere = _stream(stage, readers[0].device)
     finished = Marks(board, worker.marks, worker.mark) if worker.replica else Last({port.last} - {0})
-    outputs: list[Any] = list(stage.outputs.values()) if worker.replica else []
+    outputs: list[Any] = list(stage.outputs.values())
     source: Source
     if plan.take == "one":
         source = One(readers[0], stream, port, finished)
@@ -76,8 +76,14 @@ def attend(
                 output.over(made.number)
 
         source = Unordered(session, readers, stream, port, finished, nothing)
-    alone = len(worker.inputs) == 1
-    stage.inputs[plan.name] = Input(source, port, stage, alone=alone, replica=outputs, elsewhere=elsewhere)
+    stage.inputs[plan.name] = Input(
+        source,
+        port,
+        stage,
+        alone=len(worker.inputs) == 1,
+        replica=outputs if worker.replica else None,
+        elsewhere=elsewhere,
+    )
 
 
 def lead(

@@ -28,8 +28,8 @@ class Input:
     An item counts as finished when its turn has ended and the stage goes on. One whose turn a failure ended is not
     given back: a stage that is started again (``restart = "on-failure"``) gets it once more.
 
-    `alone`: the stage has no other input, so what it writes is made of the item it took last. `replica`: the outputs
-    of a replica, which are to be told of each item. `elsewhere`: the channel is on another device than the stage.
+    `alone`: the stage has no other input, so what it writes is made of the item it took last. `replica`: a
+    replica's outputs, which are to be told of each item. `elsewhere`: the channel is on another device than the stage.
     """
 
     def __init__(
@@ -39,11 +39,12 @@ class Input:
         stage: Stage,
         *,
         alone: bool = False,
-        replica: Sequence[Output] = (),
+        replica: Sequence[Output] | None = None,
         elsewhere: bool = False,
     ) -> None:
         self.source, self._port, self._stage = source, port, stage
         self._alone, self._replica, self._elsewhere = alone, replica, elsewhere
+        self._held = 0  # by get()
         self._ended: list[tuple[Any, int]] = []  # turns that are over if the stage goes on: (slot, bytes)
 
     @property
@@ -72,11 +73,14 @@ class Input:
         """The next item, for the length of the block; ``EndOfStream`` after the last."""
         slot = self._next(timeout)
         nbytes = _nbytes(slot)
+        self._held += 1
         try:
             yield slot
         except BaseException:
             self._ended.append((slot, nbytes))
             raise
+        finally:
+            self._held -= 1
         self._finish(slot, nbytes)
 
     def take(self, *, timeout: float | None = None) -> Any:
@@ -92,12 +96,17 @@ class Input:
 
     def _next(self, timeout: float | None) -> Any:
         self.finish()
+        if self._held and self._replica is not None:  # at the end each would wait for what the others hold
+            raise InvalidState(
+                f"{self._stage.name!r} is a replica: it is done with one item before it takes the next; a stage that "
+                "makes one of several has no replicas"
+            )
         slot = self._take(timeout)
         if not self._stage.outputs or self._elsewhere:
             slot.confirm()
         self._port.hop(time.monotonic_ns() - slot.published)
         self._stage.made = Made(slot.number, slot.previous if self._replica else 0) if self._alone else None
-        for output in self._replica:
+        for output in self._replica or ():
             output.owe(self._stage.made)
         return slot
 
@@ -117,7 +126,7 @@ class Input:
     def _finish(self, slot: Any, nbytes: int) -> None:
         if self._elsewhere and self._stage.stream is not None:
             self._stage.stream.synchronize()  # its copy of the item is not on the channel's own streams
-        for output in self._replica:
+        for output in self._replica or ():
             output.over(slot.number)
         self.source.finish(slot, nbytes)
 
@@ -222,8 +231,6 @@ class Output:
                 f"{name!r} is a replica: it writes at most one item for each that it has taken, so that their order "
                 "can be kept; without replicas a stage may write as it likes"
             )
-        while self._owed[0] != made:
-            self._nothing(self._owed[0])  # made of several: only the last of them has something
         assert self._gate is not None
         self._gate.wait(made, timeout, f"replica {name!r} is ahead of the others")
         return made
