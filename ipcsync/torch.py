@@ -19,7 +19,7 @@ try:
 except ImportError as error:
     raise ImportError(f"ipcsync.torch needs torch ({error}): pip install torch") from error
 
-from .device import Device
+from .device import Device, parse
 from .dtypes import dtype_name
 from .errors import EndOfStream, InvalidArgument, Unsupported, WaitTimeout, WrongDevice
 from .fields import SINGLE, Field
@@ -45,6 +45,8 @@ def as_tensor(array: Any) -> Any:
     torch knows no read-only tensors: writing through one over a *reader's* host slot ends the process with SIGSEGV.
     ``clone()`` it first. On CUDA torch's current stream waits for CuPy's. ``Unsupported``: a dtype that torch lacks.
     """
+    if isinstance(array, torch.Tensor):  # what was given to session.share, in its owner's `write`
+        return array
     name = dtype_name(array.dtype)
     kind = getattr(torch, name, None)
     if not isinstance(kind, torch.dtype):
@@ -111,8 +113,9 @@ def using(what: Slot | Stream) -> Iterator[None]:
     if isinstance(what, Stream):
         made = to_torch(what) if what.device.type == "cuda" else None
     else:
-        array: Any = next(iter(what._mine().values()))
-        made = _external(int(what._raw), array.device.id) if hasattr(array, "__cuda_array_interface__") else None
+        where = getattr(next(iter(what._mine().values())), "device", "cpu")
+        kind, index = parse("cpu" if where == "cpu" else where)  # numpy's is a text; CuPy's and torch's are objects
+        made = _external(int(what._raw), index or 0) if kind == "cuda" else None
     if made is None:
         yield
         return

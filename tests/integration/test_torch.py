@@ -79,6 +79,22 @@ def test_bfloat16_and_float8_are_torchs_own(session: ipcsync.Session, device: st
             assert host.astype("float32").tolist() == [1.0, -2.0, 0.5, 4.0, 0.0]
 
 
+@pytest.mark.cuda
+def test_what_was_shared_is_still_its_owners_tensor(session: ipcsync.Session) -> None:
+    mine = {"half": torch.zeros(4, dtype=torch.bfloat16, device="cuda"), "full": torch.zeros(4, device="cuda")}
+    shared = session.share("mine", mine)
+    with shared.write() as view, ours.using(view):
+        assert ours.tensors(view)["half"] is mine["half"]
+        mine["half"].fill_(2)
+    with session.open_array("mine").read() as view, ours.using(view):
+        assert ours.tensors(view)["half"].tolist() == [2.0] * 4
+
+
+def test_a_tensor_is_itself() -> None:
+    tensor = torch.zeros(3)
+    assert ours.as_tensor(tensor) is tensor
+
+
 def test_a_dtype_that_torch_lacks_is_refused(session: ipcsync.Session) -> None:
     pytest.importorskip("ml_dtypes")
     channel = session.create_channel("frames", shape=(5,), dtype="float8_e3m4", depth=2, device="cpu")
