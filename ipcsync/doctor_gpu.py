@@ -28,7 +28,10 @@ def driver() -> Finding:
         loaded = load()
     except DeviceUnavailable as error:
         return Finding(
-            "", WARNING, str(error), "install the NVIDIA driver, or in a container pass the GPU (--gpus all)"
+            "",
+            WARNING,
+            str(error),
+            "if there is an NVIDIA GPU: install what is named, its driver too, or in a container pass it (--gpus all)",
         )
     version = check(loaded.cuDriverGetVersion(), "cuDriverGetVersion")
     count = CudaBackend().device_count()
