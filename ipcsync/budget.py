@@ -98,8 +98,14 @@ class Budget:
                     if len(self._blocked) >= self.limit:
                         return False
                 waits = self._blocked[stream] = deque()
-            while waits and reached(waits[0]):
-                waits.popleft()
+            try:
+                while waits:
+                    words, index, value = waits[0]
+                    if words[index] < value:
+                        break
+                    waits.popleft()
+            except ValueError:
+                waits.popleft()  # unmapped meanwhile
             waits.append(wait)
             return True
 

@@ -82,17 +82,17 @@ class Cell:
 
 
 BLOCK_WORDS, CELL_WORDS = PAGE // 8, 256 // 8
-_ROUND_BITS = 44
-LAST_ROUND = (1 << _ROUND_BITS) - 1
+ROUND_BITS = 44
+LAST_ROUND = (1 << ROUND_BITS) - 1
 
 
 def pack_wait(cell: int, round: int) -> int:
     """A wait entry: (cell + 1) above 44 bits of round. 0 is no entry."""
-    return (cell + 1) << _ROUND_BITS | round
+    return (cell + 1) << ROUND_BITS | round
 
 
 def unpack_wait(entry: int) -> tuple[int, int]:
-    return (entry >> _ROUND_BITS) - 1, entry & LAST_ROUND
+    return (entry >> ROUND_BITS) - 1, entry & LAST_ROUND
 
 
 class Ledger:

@@ -19,8 +19,7 @@ from pathlib import Path
 from .errors import Unsupported
 
 _SYS_FUTEX, _SYS_MEMBARRIER = 202, 324  # x86-64
-_FUTEX_WAIT, _FUTEX_WAKE, _FUTEX_WAKE_OP = 0, 1, 5  # shared between processes: without FUTEX_PRIVATE_FLAG
-_OR_0_AND_WAKE = 2 << 28 | 1 << 24 | 0xFFF  # WAKE_OP: `other` |= 0, and wakes it unless it was -1
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1  # shared between processes: without FUTEX_PRIVATE_FLAG
 _GLOBAL_EXPEDITED, _REGISTER_GLOBAL_EXPEDITED = 2, 4
 _SYS_FUTEX_WAITV, _FUTEX_32 = 449, 2
 _NO_WAITV = (errno.ENOSYS, errno.EPERM, errno.EINVAL)  # an old kernel, a sandbox, too many words
@@ -56,10 +55,13 @@ _barrier.restype = ctypes.c_long
 _barrier.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_uint, ctypes.c_int]
 
 
+_SPANS = {0.05: ctypes.byref(_Timespec(0, 50_000_000))}  # of waiting.SLICE, which nearly every sleep is given
+
+
 def futex_wait(address: int, expected: int, seconds: float) -> None:
     """Sleeps while the 32 bits at `address` equal `expected`'s low half, for `seconds` at most; may return early."""
-    span = _Timespec(int(seconds), int(seconds % 1 * 1e9))
-    _wait(_SYS_FUTEX, address, _FUTEX_WAIT, expected & 0xFFFFFFFF, ctypes.byref(span), None, 0)
+    span = _SPANS.get(seconds) or ctypes.byref(_Timespec(int(seconds), int(seconds % 1 * 1e9)))
+    _wait(_SYS_FUTEX, address, _FUTEX_WAIT, expected & 0xFFFFFFFF, span, None, 0)
 
 
 def futex_wake(address: int, count: int = 0x7FFFFFFF) -> None:
@@ -89,23 +91,11 @@ def futex_wait_any(words: Sequence[tuple[int, int]], seconds: float) -> None:
         time.sleep(min(seconds, 1e-3))
 
 
-def waker(address: int, other: int | None = None) -> Callable[[], object]:
-    """:func:`futex_wake` of one address, or of two at once, at half the cost, for hot paths: its arguments are made
-    once, and the GIL is kept, since the call never sleeps."""
-    all_of_them = 0x7FFFFFFF
-    number, where = ctypes.c_long(_SYS_FUTEX), ctypes.c_void_p(address)
-    if other is None:
-        return partial(_quick, number, where, ctypes.c_int(_FUTEX_WAKE), ctypes.c_int(all_of_them))
-    return partial(
-        _quick,
-        number,
-        where,
-        ctypes.c_int(_FUTEX_WAKE_OP),
-        ctypes.c_int(all_of_them),
-        ctypes.c_long(all_of_them),
-        ctypes.c_void_p(other),
-        ctypes.c_uint(_OR_0_AND_WAKE),
-    )
+def waker(address: int) -> Callable[[], object]:
+    """:func:`futex_wake` of one address at half the cost, for hot paths: its arguments are made once, and the GIL is
+    kept, since the call never sleeps."""
+    number, where, everybody = ctypes.c_long(_SYS_FUTEX), ctypes.c_void_p(address), ctypes.c_int(0x7FFFFFFF)
+    return partial(_quick, number, where, ctypes.c_int(_FUTEX_WAKE), everybody)
 
 
 def membarrier_register() -> None:

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from . import errors, wire
-from .ledger import Cell
+from .ledger import LAST_ROUND, Cell
 from .opening import attached
 from .session import check_name
 from .stream import Stream, resolve_any
@@ -116,7 +116,7 @@ class SharedEvent:
             raw = stream._raw
         else:
             raw = resolve_any(stream, self.device, streams=self.session.streams)
-        n = timeline.resolve(round)
+        n = round if round.__class__ is int and 0 < round <= LAST_ROUND else timeline.resolve(round)
         if self._closed or not timeline.wait_now(raw, n):
             self._check()
             timeline.wait(raw, n, self.session.deadline(timeout), block=block)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from . import bells, failpoints
+from . import failpoints, linux
 from .errors import (
     InvalidArgument,
     IpcSyncError,
@@ -24,7 +24,7 @@ from .errors import (
     WouldBlock,
 )
 from .host_waits import COMPLETED, ISSUED, HostWaits
-from .ledger import FOREVER, LAST_ROUND, Block, Cell, Ledger, pack_wait, unpack_wait
+from .ledger import FOREVER, LAST_ROUND, ROUND_BITS, Block, Cell, Ledger, unpack_wait
 from .waiting import Deadline, wait_word
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class WaitTable:
 
     def announce(self, cell: int, round: int) -> bool:
         """Stores the entry; False when the table is full of waits that are still outstanding."""
-        words, entry = self._words, pack_wait(cell, round)
+        words, entry = self._words, (cell + 1) << ROUND_BITS | round  # pack_wait
         with self._lock:
             at = self._of_cell.get(cell)
             if at is not None:
@@ -136,6 +136,7 @@ class Timeline:
         self._word, self._issued, self._intent = at + Cell.WORD, at + Cell.ISSUED, at + Cell.INTENT
         self._verdict, self._owned, self._flags = at + Cell.VERDICT, at + Cell.INCARNATION, at + Cell.FLAGS
         self._bell = at + Cell.BELL
+        self._wake = linux.waker(session.ledger.address(self._bell))  # quicker than bells.toll
         self._lock = threading.Lock()
         self._last_stream: Any = None
         self._told = session.told
@@ -255,7 +256,8 @@ class Timeline:
             self.wait_host(before, deadline)
             return self.record(raw, deadline)
         if words[self._bell]:
-            bells.toll(self.region, self._bell)
+            words[self._bell] = 0
+            self._wake()
         return round
 
     def _mirror(self, raw: RawStream, round: int) -> None:
@@ -363,9 +365,10 @@ class Timeline:
 
     def wait_now(self, raw: RawStream, round: int) -> bool:
         """:meth:`wait` where the host has nothing to wait for, which is nearly always. False: nothing was done."""
-        if self.complete(round):
-            return True
         words, word = self._words, self._word
+        if words[word] >= round:
+            self.check(round)
+            return True
         if raw is None or words[self._issued] < round:
             return False
         key = self.backend.stream_key(raw)

@@ -1,6 +1,6 @@
 """How a host waits: a deadline, and sleeping until a word of shared memory has reached a value.
 
-First a short spin that yields the core: a peer that answers within microseconds is met without a sleep. Then a word
+First a spin that yields the core: a peer that answers within microseconds is met without a sleep. Then a word
 that a host writes is slept on by its futex: the writer always wakes. A GPU cannot wake a futex, so a word that a device
 writes is polled, in naps of 50 us growing to 1 ms (5 % of a core at worst). Either way a sleep is a slice of at most
 50 ms, and between slices `check` runs: it raises whatever ends the wait early (a verdict, a closed session), and is
@@ -36,7 +36,49 @@ Timeout = float | None | Unset  # seconds
 
 SLICE = 0.05
 # A peer answers within microseconds. It may want this very core, where the kernel likes to put who was just woken.
-_LOOKS, _YIELDS = range(3), range(16)
+_LOOKS = range(3)
+
+
+class Spin:
+    """How often this process looks and yields its core before a wait sleeps, some 0.6 us each: more where sleeps turn
+    out to be short, less where they are long, since to sleep and be woken costs more than most hand-offs take.
+
+    On a crowded machine to yield is to lose the core for a slice of somebody else's, where who was woken gets it at
+    once: then it does not spin at all for a while, longer each time.
+    """
+
+    LEAST, MOST = 16, 256
+    SHORT, CROWDED = 100_000, 500_000  # nanoseconds: of a sleep, of a spin
+    REST, LONG_REST = 64, 4096  # waits
+
+    def __init__(self) -> None:
+        self.yields = self.LEAST
+        self._rest, self._left = self.REST, 0
+
+    def begin(self) -> int:
+        """How many yields this wait may spend."""
+        if self._left:
+            self._left -= 1
+            return 0
+        return self.yields
+
+    def spun(self, nanoseconds: int) -> None:
+        if nanoseconds > self.CROWDED:
+            self.yields = self.LEAST
+            self._left = self._rest
+            self._rest = min(self.LONG_REST, 2 * self._rest)
+
+    def slept(self, nanoseconds: int) -> None:
+        """A wait was over after so long a sleep."""
+        if self._left:
+            return
+        if nanoseconds < self.SHORT:
+            self.yields = min(self.MOST, 2 * self.yields)
+        else:
+            self.yields = max(self.LEAST, self.yields // 2)
+
+
+_spin = Spin()
 
 
 class Words(Protocol):
@@ -79,17 +121,24 @@ def wait_word(
     called only for one that a first sleep did not end: a hand-off costs nothing.
     """
     words = region.words
-    for _ in _YIELDS:
+    yields = _spin.begin()
+    began = time.monotonic_ns()
+    while True:
         for _ in _LOOKS:
             if words[index] >= target:
+                _spin.spun(time.monotonic_ns() - began)
                 return
+        if not yields:
+            break
+        yields -= 1
         os.sched_yield()
+    _spin.spun(time.monotonic_ns() - began)
     address = region.address + 8 * index
     nap = 50e-6
     told = waiting() if waiting is not None and trace.ACTIVE is not None else None
     slept, began = False, time.monotonic_ns()
     try:
-        bell = region.bell_of(index)
+        bell, began = region.bell_of(index), time.monotonic_ns()
         while words[index] < target:
             token = 0 if bell is None or polled else bells.announce(region, bell)
             check()
@@ -118,5 +167,7 @@ def wait_word(
         if told is not None:
             told.over(error)
         raise
+    if slept:
+        _spin.slept(time.monotonic_ns() - began)
     if told is not None:
         told.over(None)

@@ -21,6 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
 
+from ..errors import BrokerUnavailable
+
 PATIENCE = 60.0  # seconds for a contestant to get ready, or to take one turn
 
 
@@ -213,11 +215,14 @@ def arena(*options: str) -> Iterator[Path]:
     before = os.environ.get("IPCSYNC_RUNTIME_DIR")
     os.environ["IPCSYNC_RUNTIME_DIR"] = str(folder)
     try:
-        broker = launch.start(folder, options=options)
+        broker = launch.start(folder, linger=True, options=options)  # should we be killed it leaves too
         try:
             yield folder
         finally:
-            launch.stop(folder)
+            try:
+                launch.stop(folder)
+            except BrokerUnavailable:
+                pass  # it left with the last session
             broker.wait(10)
     finally:
         if before is None:

@@ -12,6 +12,7 @@ import ipcsync
 from ipcsync import bells, linux
 from ipcsync.backends.cuda_pending import Pending
 from ipcsync.shm import Region
+from ipcsync.waiting import Spin
 
 from ..harness import wait_until
 
@@ -30,16 +31,20 @@ def wakes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def test_a_record_wakes_only_if_somebody_sleeps(session: ipcsync.Session, wakes: list[int]) -> None:
+def test_a_record_wakes_only_if_somebody_sleeps(
+    session: ipcsync.Session, wakes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     event = session.create_event("frame", device="cpu")
     event.record()
     wakes.clear()
+    monkeypatch.setattr(event._timeline, "_wake", lambda: wakes.append(0))
     for _ in range(10):
         event.record()
     assert not wakes
     waiter = threading.Thread(target=lambda: event.synchronize(round=12, timeout=20.0))
     waiter.start()
     words, bell = session.ledger.words, event._timeline._bell
+    monkeypatch.setattr(event._timeline, "_wake", lambda: linux.futex_wake(session.ledger.address(bell)))
     wait_until(lambda: words[bell] != 0, "the waiter's token")
     event.record()
     waiter.join(10.0)
@@ -59,6 +64,27 @@ def test_a_token_that_was_overwritten_does_not_let_its_owner_sleep(runtime: Path
     bells.sleep(region, 3, token, 30.0)
     region.close()
     (runtime / "words").unlink()
+
+
+def test_a_process_spins_longer_where_sleeps_are_short() -> None:
+    spin = Spin()
+    for _ in range(10):
+        spin.slept(20_000)
+    assert spin.yields == Spin.MOST
+    for _ in range(10):
+        spin.slept(5_000_000)
+    assert spin.yields == Spin.LEAST
+
+
+def test_a_process_does_not_spin_where_that_costs_it_the_core() -> None:
+    spin = Spin()
+    assert spin.begin() == Spin.LEAST
+    spin.spun(2_000_000)
+    assert [spin.begin() for _ in range(Spin.REST)] == [0] * Spin.REST
+    assert spin.begin() == Spin.LEAST, "it is tried again"
+    spin.spun(2_000_000)
+    assert [spin.begin() for _ in range(2 * Spin.REST)] == [0] * 2 * Spin.REST, "later each time"
+    assert spin.begin() == Spin.LEAST
 
 
 def test_what_is_pending_is_not_gone_through_for_each_wait(monkeypatch: pytest.MonkeyPatch) -> None:
