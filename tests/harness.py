@@ -198,8 +198,10 @@ class Child:
 class Broker:
     """A real broker process on a runtime directory: ``python -m ipcsync_broker``."""
 
-    def __init__(self, runtime: Path, *arguments: str, env: dict[str, str] | None = None) -> None:
-        self.runtime, self.arguments, self.env = runtime, arguments, env or {}
+    def __init__(
+        self, runtime: Path, *arguments: str, env: dict[str, str] | None = None, under: tuple[str, ...] = ()
+    ) -> None:
+        self.runtime, self.arguments, self.env, self.under = runtime, arguments, env or {}, under
         self.start()
 
     def start(self) -> None:
@@ -207,7 +209,7 @@ class Broker:
         self.output = Path(f"/tmp/{self.runtime.name}-broker-{secrets.token_hex(4)}.log")
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "ipcsync_broker", *self.arguments],
+                [*self.under, sys.executable, "-m", "ipcsync_broker", *self.arguments],
                 cwd="/",
                 env={**os.environ, **self.env, "IPCSYNC_RUNTIME_DIR": str(self.runtime)},
                 stdin=subprocess.DEVNULL,

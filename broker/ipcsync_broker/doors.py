@@ -1,20 +1,25 @@
-"""The sockets that requests come through, and who may come in.
+"""The sockets that the broker listens at, who may come in, and how many.
 
 ``Door`` is the runtime directory's: its socket has mode 0600 in a directory of mode 0700, and libzmq asks the kernel
 for the uid of whoever connects (SO_PEERCRED). ``KeyedDoor`` is ``tcp://``: CURVE keys, and a list of those that are
-allowed, asked by libzmq through ZAP (``Gate``). Refusals are counted, and said once for each who is refused.
+allowed, asked by libzmq through ZAP (``Gate``). ``Publisher`` announces, in the runtime directory. Refusals are
+counted, and said once for each who is refused.
 
 A socket's descriptor tells only that something changed, so ``stirred`` says whether there may be something to read: it
 is asked again after each receive, and set before each send, which may eat the edge.
+
+libzmq's listener at a Unix socket aborts the process when no file descriptor is left for a connection, and unbinding
+would close every connection. So each socket counts its connections by its monitor, and hangs up on those that are too
+many. The monitor holds at most ``UNSEEN`` events, then libzmq waits for us to look: more cannot be made between looks.
 """
 
 from __future__ import annotations
 
-import errno
 import os
+import resource
+import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import zmq
@@ -26,42 +31,86 @@ from .logs import LOG
 
 QUEUE = 1_000  # messages kept for one peer that does not read, or from one that is not read in time
 ANNOUNCEMENTS = 10_000  # kept for one subscriber that does not read: further ones are dropped, and it sees a gap
+CONNECTIONS = 4_096  # at one socket
+UNSEEN = 1_000 + 10  # events that a monitor holds: its sender's default queue, and ours
+OWN = 400  # descriptors that are not connections, beside one for each session
 IPC_FILTER_UID = 59  # ZMQ_IPC_FILTER_UID: libzmq asks SO_PEERCRED and refuses other uids; pyzmq has no name for it
 _SAID, _AGAIN = 1000, 3600.0  # different refusals that are said, and seconds until one is said again
-_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+Context = zmq.Context[zmq.Socket[bytes]]
 
 
-class Inlet:
-    """A socket that the loop reads when it stirred."""
-
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self.socket = socket
-        self.fd = int(socket.getsockopt(zmq.FD))
-        self.stirred = True
-
-    def readable(self) -> bool:
-        self.stirred = bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
-        return self.stirred
-
-    def close(self) -> None:
-        self.socket.close()
+def connections(sockets: int, sessions: int) -> int:
+    """How many connections each of the sockets may have, by the process's limit of descriptors."""
+    room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - OWN - sessions
+    safe = room // sockets - UNSEEN
+    if safe < sessions:
+        LOG.warning(
+            "the limit of file descriptors is %d, so a crowd of connections may end this broker: `ulimit -n %d`",
+            room + OWN + sessions,
+            OWN + sessions + sockets * (UNSEEN + sessions),
+        )
+        return max(room // sockets // 2, 8)
+    return min(CONNECTIONS + sessions, safe)
 
 
-class Door(Inlet):
-    """The runtime directory's ROUTER."""
+class Listener:
+    """A bound socket that counts its connections."""
 
-    tag = b"i"  # before its peers' identities: those of different sockets must differ
-    _events: int = zmq.EVENT_ACCEPT_FAILED
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, uids: frozenset[int]) -> None:
-        super().__init__(router(context))
-        self._watch()
-        bind_private(self.socket, endpoint, uids)
-
-    def _watch(self) -> None:
-        self.refusals: Counter[str] = Counter()  # since `refused` was asked
-        self.monitor = self.socket.get_monitor_socket(self._events)
+    def __init__(self, made: zmq.Socket[bytes], endpoint: str, most: int, queue: int) -> None:
+        self.socket, self.endpoint, self.most = made, endpoint, most
+        self.connected: set[int] = set()  # descriptors, as libzmq told
+        self.refusals: Counter[str] = Counter()  # since `look` was called
         self._said: dict[str, float] = {}
+        made.setsockopt(zmq.LINGER, 500)
+        made.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE)
+        made.setsockopt(zmq.SNDHWM, queue)
+        made.setsockopt(zmq.RCVHWM, queue)
+        at = f"inproc://monitor-{id(self)}"
+        made.monitor(at, self._failures() | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self.monitor: zmq.Socket[bytes] = made.context.socket(zmq.PAIR)
+        self.monitor.setsockopt(zmq.RCVHWM, UNSEEN - 1000)
+        self.monitor.connect(at)
+
+    def _failures(self) -> int:
+        return zmq.EVENT_ACCEPT_FAILED
+
+    def _bind(self) -> None:
+        """At an ``ipc://`` endpoint, which only those can reach who may enter its directory."""
+        Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)  # of a dead broker: we hold the lock
+        before = os.umask(0o177)
+        try:
+            self.socket.bind(self.endpoint)
+        finally:
+            os.umask(before)
+
+    def look(self) -> Counter[str]:
+        """Counts connections, hangs up on those that are too many; refusals since the last call."""
+        for _ in range(2 * UNSEEN):  # while we read, more come
+            try:
+                event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                break
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._accepted(event["value"])
+            elif event["event"] == zmq.EVENT_DISCONNECTED:
+                self.connected.discard(event["value"])
+            else:
+                self._note(event["value"])
+        found, self.refusals = self.refusals, Counter()
+        return found
+
+    def _accepted(self, fd: int) -> None:
+        self.connected.add(fd)
+        if len(self.connected) > self.most:
+            _hang_up(fd)
+            self.refusals["refused_surplus"] += 1
+            self._say(f"{self.endpoint} has {self.most} connections: more are refused until some are closed")
+
+    def _note(self, value: int) -> None:
+        """libzmq could not accept a connection, or has hung up on another uid's."""
+        self.refusals["refused_uids"] += 1
+        self._say("connections of another uid are refused")
 
     def _say(self, text: str) -> None:
         """Once: whoever is refused may knock again and again."""
@@ -69,6 +118,60 @@ class Door(Inlet):
         if now - self._said.get(text, -_AGAIN) >= _AGAIN and len(self._said) < _SAID:
             self._said[text] = now
             LOG.warning("%s", text)
+
+    def close(self) -> None:
+        self.look()  # libzmq must not wait for us to see an event while we wait for it
+        self.socket.monitor(None, 0)
+        self.monitor.close()
+        self.socket.close()
+
+
+def _hang_up(fd: int) -> None:
+    """On a connection of libzmq's, which then closes it."""
+    try:
+        with socket.fromfd(fd, socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # it hung up itself
+
+
+class Publisher(Listener):
+    def __init__(self, context: Context, endpoint: str, uids: frozenset[int], most: int) -> None:
+        super().__init__(context.socket(zmq.PUB), endpoint, most, ANNOUNCEMENTS)
+        for uid in uids:
+            self.socket.setsockopt(IPC_FILTER_UID, uid)
+        self._bind()
+
+    def send(self, topic: bytes, payload: bytes) -> None:
+        self.socket.send_multipart([topic, payload], zmq.NOBLOCK)
+
+
+class Inlet:
+    """A socket that the loop reads when it stirred."""
+
+    socket: zmq.Socket[bytes]
+    stirred = True
+
+    @property
+    def fd(self) -> int:
+        return int(self.socket.getsockopt(zmq.FD))
+
+    def readable(self) -> bool:
+        self.stirred = bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        return self.stirred
+
+
+class Door(Listener, Inlet):
+    """The runtime directory's ROUTER."""
+
+    tag = b"i"  # before its peers' identities: those of different sockets must differ
+
+    def __init__(self, context: Context, endpoint: str, uids: frozenset[int], most: int) -> None:
+        super().__init__(context.socket(zmq.ROUTER), endpoint, most, QUEUE)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what cannot be sent is an error to count, not silence
+        for uid in uids:
+            self.socket.setsockopt(IPC_FILTER_UID, uid)
+        self._bind()
 
     def receive(self) -> list[bytes] | None:
         """The next message, the peer first; None when there is none."""
@@ -95,58 +198,39 @@ class Door(Inlet):
         """Why a peer's message is not to be read."""
         return None
 
-    def refused(self) -> Counter[str]:
-        """Connections refused since the last call, by the count that they add to."""
-        for event in self._failed():
-            self._note(event)
-        found, self.refusals = self.refusals, Counter()
-        return found
-
-    def _failed(self) -> Iterator[int]:
-        while True:
-            try:
-                yield int(parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))["value"])
-            except zmq.Again:
-                return
-
-    def _note(self, value: int) -> None:
-        """libzmq could not accept a connection, or has hung up on another uid's."""
-        if value in _FULL:
-            self.refusals["refused_for_want_of_descriptors"] += 1
-            self._say(f"connections cannot be accepted: {os.strerror(value)}")
-        else:
-            self.refusals["refused_uids"] += 1
-            self._say("connections of another uid are refused")
-
-    def close(self) -> None:
-        self.socket.disable_monitor()
-        self.monitor.close()
-        super().close()
-
 
 class KeyedDoor(Door):
     """A ROUTER at ``tcp://``. A peer's name begins with the key that it proved to have."""
 
     tag = b"t"
-    _events = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, where: Path) -> None:
+    def __init__(self, context: Context, endpoint: str, where: Path, most: int) -> None:
+        keys.check_endpoint(endpoint)
         self.public, secret = keys.pair(where, keys.BROKER)
         self.allowed = keys.AllowList(where)
         self.gate = Gate(context, self)  # first: without one libzmq would let every key in
-        Inlet.__init__(self, router(context))
-        self._watch()
-        self.socket.setsockopt(zmq.IPV6, "[" in endpoint)
-        self.socket.setsockopt(zmq.CURVE_SECRETKEY, secret.encode())
-        self.socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public.encode())
-        self.socket.setsockopt(zmq.CURVE_SERVER, 1)
-        self.socket.setsockopt(zmq.ZAP_DOMAIN, b"ipcsync")
-        self.socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+        Listener.__init__(self, context.socket(zmq.ROUTER), endpoint, most, QUEUE)
+        for option, value in (
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.IPV6, "[" in endpoint),
+            (zmq.CURVE_SECRETKEY, secret.encode()),
+            (zmq.CURVE_PUBLICKEY, self.public.encode()),
+            (zmq.CURVE_SERVER, 1),
+            (zmq.ZAP_DOMAIN, b"ipcsync"),
+            (zmq.HANDSHAKE_IVL, 5000),
+        ):
+            self.socket.setsockopt(option, value)
         try:
-            self.socket.bind(keys.check_endpoint(endpoint))
+            self._bind()
         except zmq.ZMQError as error:
             self.close()
             raise errors.InvalidArgument(f"--tcp {endpoint}: {error.strerror}") from None
+
+    def _failures(self) -> int:
+        return zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+
+    def _bind(self) -> None:
+        self.socket.bind(self.endpoint)
         self.endpoint = bytes(self.socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
     def _take(self) -> list[bytes]:
@@ -177,14 +261,14 @@ class KeyedDoor(Door):
 
     def close(self) -> None:
         super().close()
-        self.gate.close()
+        self.gate.socket.close()
 
 
 class Gate(Inlet):
     """Answers libzmq's question whether a key may come in: ZAP, https://rfc.zeromq.org/spec/27/."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], door: KeyedDoor) -> None:
-        super().__init__(context.socket(zmq.REP))
+    def __init__(self, context: Context, door: KeyedDoor) -> None:
+        self.socket = context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind("inproc://zeromq.zap.01")
         self._door = door
@@ -206,36 +290,3 @@ class Gate(Inlet):
             if self._door.admits(key.decode(), address.decode(errors="replace")):
                 return [b"1.0", id, b"200", b"OK", key, b""]
         return [b"1.0", id, b"400", b"this key is not allowed", b"", b""]
-
-
-def router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-    made = limited(context.socket(zmq.ROUTER), QUEUE)
-    made.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what cannot be sent is an error to count, not silence
-    return made
-
-
-def publisher(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, uids: frozenset[int]) -> zmq.Socket[bytes]:
-    made = limited(context.socket(zmq.PUB), ANNOUNCEMENTS)
-    bind_private(made, endpoint, uids)
-    return made
-
-
-def limited(made: zmq.Socket[bytes], queue: int) -> zmq.Socket[bytes]:
-    """With this broker's limits."""
-    made.setsockopt(zmq.LINGER, 500)
-    made.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE)
-    made.setsockopt(zmq.SNDHWM, queue)
-    made.setsockopt(zmq.RCVHWM, queue)
-    return made
-
-
-def bind_private(socket: zmq.Socket[bytes], endpoint: str, uids: frozenset[int]) -> None:
-    """Binds an ``ipc://`` endpoint that only these uids can reach, and only those who may enter its directory."""
-    for uid in uids:
-        socket.setsockopt(IPC_FILTER_UID, uid)
-    Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)  # of a dead broker: we hold the lock
-    before = os.umask(0o177)
-    try:
-        socket.bind(endpoint)
-    finally:
-        os.umask(before)

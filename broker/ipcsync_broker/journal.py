@@ -16,6 +16,7 @@ from typing import Literal
 
 import msgspec
 
+from ipcsync.errors import OutOfSpace
 from ipcsync.shm import Region
 
 from .model import Entity, Session, Thing
@@ -87,6 +88,7 @@ class Journal:
         self.last = last or Last()
         self._region: Region | None = None
         self._end = 0
+        self.behind = False  # it does not say how things are: there was no room
         self._rewrite()
 
     @classmethod
@@ -115,6 +117,8 @@ class Journal:
                 self.last.session = max(self.last.session, id)
             else:
                 self.last.incarnation = max(self.last.incarnation, id)
+        if self.behind:
+            raise OutOfSpace(f"{self.path} is behind until there is room for it", path=str(self.path))
         payload = dumps(changes, self.last)
         assert self._region is not None
         if self._end + _RECORD.size + len(payload) > self._region.nbytes:
@@ -135,10 +139,16 @@ class Journal:
 
         fresh = self.path.with_name(self.path.name + ".new")
         fresh.unlink(missing_ok=True)
+        self.behind = True
         region = Region.create(fresh, nbytes, fill)
         os.replace(fresh, self.path)
         self.close()
-        self._region, self._end = region, end
+        self._region, self._end, self.behind = region, end, False
+
+    def catch_up(self) -> None:
+        """Writes what there was no room for; ``OutOfSpace`` when there still is none."""
+        if self.behind:
+            self._rewrite()
 
     def close(self) -> None:
         if self._region is not None:

@@ -23,10 +23,7 @@ _COUNTS = {
     "refused_uids": ("ipcsync_refused_connections", "Connections and sessions refused because of their uid"),
     "refused_keys": ("ipcsync_refused_keys", "Refusals of CURVE keys that are not allowed"),
     "refused_handshakes": ("ipcsync_refused_handshakes", "tcp connections that did not prove a CURVE key"),
-    "refused_for_want_of_descriptors": (
-        "ipcsync_unaccepted_connections",
-        "Connections that could not be accepted, tries included: no file descriptor was left",
-    ),
+    "refused_surplus": ("ipcsync_refused_surplus", "Connections refused because there were as many as there may be"),
     "refused_machines": ("ipcsync_refused_machines", "Sessions refused because they run on another machine"),
     "journal_failures": ("ipcsync_journal_failures", "Records that the journal had no room for"),
     "deaths": ("ipcsync_deaths", "Sessions whose process died"),

@@ -6,9 +6,7 @@ large allocation) say so in :meth:`Resources.slow` and run on the server's worke
 
 from __future__ import annotations
 
-import errno
 import os
-import resource
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,18 +58,6 @@ def backend(device: str) -> tuple[Backend, int]:
         return select.backend("cpu"), 0
     cuda = select.backend("cuda")
     return cuda, cuda.index(device)
-
-
-def no_descriptors(error: Exception) -> errors.QuotaExceeded | None:
-    """What an error means that says that this process may open no more files; None for another."""
-    if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
-        return None
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return errors.QuotaExceeded(
-        f"the broker has no file descriptor left of {limit}: close connections, or raise its limit (`ulimit -n`)",
-        resource="descriptors",
-        limit=limit,
-    )
 
 
 class Resources:
@@ -141,10 +127,7 @@ class Resources:
         return life.holder(self.directory / lock) if lock else 0
 
     def process(self, pid: int) -> tuple[str, int, int] | None:
-        try:
-            found = linux.process_state(pid)
-        except OSError as error:
-            raise no_descriptors(error) or error from None
+        found = linux.process_state(pid)
         if found is None or found[0] in "ZX":
             return None
         try:

@@ -24,7 +24,7 @@ import zmq
 from ipcsync import errors, keys, linux, runtime, wire
 from ipcsync.ledger import Block, Header
 
-from .doors import Door, Gate, Inlet, KeyedDoor, publisher
+from .doors import Door, Gate, Inlet, KeyedDoor, Listener, Publisher, connections
 from .journal import Journal
 from .logs import LOG, announced
 from .model import (
@@ -46,7 +46,7 @@ from .model import (
     Tick,
     Watch,
 )
-from .resources import Resources, failpoint, no_descriptors
+from .resources import Resources, failpoint
 from .sessions import local_pid
 from .state import State
 from .systemd import Watchdog, notify
@@ -72,12 +72,12 @@ class Server:
         self.failed = ""  # why it had to leave
         self.boot = state.boot
         self.leaving = False
+        self.catch_up_at = 0.0  # when the journal is tried again
         self.watchdog = Watchdog()
         self.pending: deque[Input] = deque()
         self.lives: list[tuple[int, int]] = []  # life words of the sessions watched
         self.watched: dict[int, int] = {}  # session -> pidfd, -1 where pids mean nothing
         self.by_fd: dict[int, int] = {}
-        self.unheld: set[int] = set()  # sessions for whose processes no descriptor was left
         self.jobs: queue.SimpleQueue[Do | None] = queue.SimpleQueue()
         self.results: deque[Done] = deque()
         self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -88,13 +88,16 @@ class Server:
         self.context = zmq.Context(io_threads=1)
         self.doors: dict[bytes, Door] = {}
         self.inlets: dict[int, Inlet] = {}
+        self.context.set(zmq.MAX_SOCKETS, 65_536)
+        most = connections(2 if tcp is None else 3, state.quotas.sessions)
         if tcp is not None:  # first: it may be refused
-            self.doors[KeyedDoor.tag] = door = KeyedDoor(self.context, tcp, keys.folder())
+            self.doors[KeyedDoor.tag] = door = KeyedDoor(self.context, tcp, keys.folder(), most)
             self.inlets[door.gate.fd] = door.gate
             LOG.info("also at %s, with the public key %s", door.endpoint, door.public)
-        self.doors[Door.tag] = Door(self.context, runtime.broker_endpoint(directory), state.uids)
-        self.pub = publisher(self.context, runtime.announce_endpoint(directory), state.uids)
-        self.inlets |= {door.fd: door for door in self.doors.values()}
+        self.doors[Door.tag] = Door(self.context, runtime.broker_endpoint(directory), state.uids, most)
+        self.pub = Publisher(self.context, runtime.announce_endpoint(directory), state.uids, most)
+        self.listeners: list[Listener] = [*self.doors.values(), self.pub]
+        self.inlets |= {each.fd: each for each in self.doors.values()}
         self.ours = self._inodes()
         for fd in self.inlets:
             self.poller.register(fd, select.EPOLLIN)
@@ -107,6 +110,7 @@ class Server:
         self.worker.start()
         notify("READY=1")
         ready()
+        LOG.info("serving %s", self.directory)
         words = self.resources.words
         words[Header.STATE] = Header.SERVING
         turn = 0.0
@@ -120,11 +124,11 @@ class Server:
                     turn = now + TURN
                     words[Header.TICK] = time.monotonic_ns()
                     self._look()
-                    for door in self.doors.values():
-                        self.state.counts.update(door.refused())
+                    for listener in self.listeners:
+                        self.state.counts.update(listener.look())
                     if self.state.due(now):
                         self._check_files()
-                        self._watch_again()
+                        self._catch_up(now)
                         self.feed(Tick())
                     self.watchdog.turn(now)
                 if not any(inlet.stirred for inlet in self.inlets.values()):
@@ -259,7 +263,7 @@ class Server:
                 failpoint("broker.publish")
                 announced(namespace, kind, body)
                 message = wire.Announcement(wire.PROTOCOL_MAX, self.boot, seq, kind, body)
-                self.pub.send_multipart([namespace.encode(), wire.encode(message)], zmq.NOBLOCK)
+                self.pub.send(namespace.encode(), wire.encode(message))
             case Do(effect, token):
                 if self.resources.slow(effect):
                     self.jobs.put(output)
@@ -282,12 +286,18 @@ class Server:
     def _write_down(self, entry: Persist) -> None:
         try:
             self.journal.append(entry.changes)
-        except (
-            errors.OutOfSpace,
-            OSError,
-        ) as error:  # it is tried again with the next record; until then a restart loses some
+        except OSError as error:  # OutOfSpace is one: tried again each second; until then a restart loses some
             self.state.counts["journal_failures"] += 1
             log(f"journal: {error}")
+
+    def _catch_up(self, now: float) -> None:
+        if self.journal.behind and now >= self.catch_up_at:
+            self.catch_up_at = now + 1.0
+            try:
+                self.journal.catch_up()
+                log("journal: there is room again, and everything is written down")
+            except OSError:
+                pass  # said before
 
     def _answer(self, answer: Answer) -> None:
         reply = wire.Reply(
@@ -302,7 +312,6 @@ class Server:
         try:
             return Done(job.token, self.resources.apply(job.effect))
         except Exception as error:
-            error = no_descriptors(error) or error
             if not isinstance(error, errors.IpcSyncError):
                 self.state.counts["broker_errors"] += 1
                 log(f"{type(job.effect).__name__}: {type(error).__name__}: {error}")
@@ -324,11 +333,6 @@ class Server:
             return None  # it came and went in one turn
         ledger = self.resources.ledger
         self.lives.append((ledger.block(session.block) + Block.LIFE, number))
-        return self._hold(session)
-
-    def _hold(self, session: Session) -> Input | None:
-        """Takes hold of the session's process, if it can be had."""
-        number = session.number
         pid = local_pid(self.state, session)
         if pid == 0:
             self.watched[number] = -1  # its life word says that it is dying, its file's lock that it is gone
@@ -339,12 +343,6 @@ class Server:
             fd = os.pidfd_open(pid)
         except ProcessLookupError:
             return Gone(number)
-        except OSError as error:
-            if no_descriptors(error) is None:
-                raise
-            self.watched[number] = -1
-            self.unheld.add(number)  # until others let some descriptors go
-            return None
         if not self._same(session, pid):
             os.close(fd)
             return Gone(number)
@@ -352,13 +350,6 @@ class Server:
         self.by_fd[fd] = number
         self.poller.register(fd, select.EPOLLIN)
         return None
-
-    def _watch_again(self) -> None:
-        for number in list(self.unheld):
-            self.unheld.discard(number)
-            found = self._hold(self.state.sessions[number])
-            if found is not None:
-                self.feed(found)
 
     def _same(self, session: Session, pid: int) -> bool:
         """Whether the pid that we just took hold of is still the session's."""
@@ -368,7 +359,6 @@ class Server:
 
     def _unwatch(self, number: int) -> None:
         self.lives = [life for life in self.lives if life[1] != number]
-        self.unheld.discard(number)
         fd = self.watched.pop(number, -1)
         if fd >= 0:
             self.poller.unregister(fd)
@@ -382,9 +372,8 @@ class Server:
         notify("STOPPING=1")
         self.jobs.put(None)
         self.worker.join(5.0)
-        for door in self.doors.values():
-            door.close()
-        self.pub.close()
+        for listener in self.listeners:
+            listener.close()
         self.context.term()
         for number in list(self.watched):
             self._unwatch(number)

@@ -254,20 +254,14 @@ def look_after(state: State) -> None:
 def _stopped(state: State, session: Session) -> bool:
     """A process that holds the GIL for long is not stopped, and not dead."""
     pid = local_pid(state, session)
-    try:
-        found = state.facts.process(pid) if pid else None
-    except errors.QuotaExceeded:  # no descriptor is left to look with
-        return False
+    found = state.facts.process(pid) if pid else None
     return found is not None and found[0] in "Tt"
 
 
 def is_gone(state: State, session: Session) -> bool:
     """Whether its process is surely no more."""
     pid = local_pid(state, session)
-    try:
-        return pid is None or bool(pid and state.facts.process(pid) is None)
-    except errors.QuotaExceeded:
-        return False
+    return pid is None or bool(pid and state.facts.process(pid) is None)
 
 
 def local_pid(state: State, session: Session) -> int | None:
