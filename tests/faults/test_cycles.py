@@ -89,6 +89,7 @@ def cycle(count: int, device: str) -> None:
 
 
 @pytest.mark.watchdog(120 + 2 * CYCLES)
+@pytest.mark.fresh("broker")
 @pytest.mark.parametrize("device", DEVICES)
 def test_connecting_and_being_killed_leaves_nothing(broker: Broker, device: str) -> None:
     with ipcsync.connect() as session:

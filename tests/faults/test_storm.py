@@ -27,6 +27,7 @@ from .storm import ACTORS, DEPTH, PLACES, actor
 
 SECONDS = asked("SECONDS", 10)
 SEED = asked("SEED", random.SystemRandom().randrange(1 << 20))
+BACK = 4.0  # seconds that sessions get to come back to a new broker before that may die
 CAST = [*ACTORS, "group", "record", "wait", "look"]
 #: What a process of the storm may be armed with; the broker's own kill the broker.
 PLACES_TO_DIE = {
@@ -61,6 +62,7 @@ class Storm:
         self.stopped: list[tuple[float, Child]] = []  # when each goes on
         self.count = self.kills = self.broker_kills = self.stops = 0
         self.raised: list[Exception] = []
+        self.broker_began = time.monotonic()
 
     def start(self, kind: str) -> Child:
         self.count += 1
@@ -75,13 +77,16 @@ class Storm:
 
     def restart_broker(self) -> None:
         self.broker_kills += 1
+        lived = time.monotonic() - self.broker_began
         where = f"{self.rng.choice(BROKER_PLACES)}=kill@{self.rng.randrange(3, 40)}"
-        self.broker.env = {"IPCSYNC_FAILPOINTS": where if self.rng.random() < 0.5 else ""}
+        armed = self.rng.random() < 0.5 and lived > BACK  # else nobody would ever be back
+        self.broker.env = {"IPCSYNC_FAILPOINTS": where if armed else ""}
         try:
             self.broker.start()
         except AssertionError:  # it died as it started: that is what it was armed for
             self.broker.env = {}
             self.broker.start()
+        self.broker_began = time.monotonic()
 
     def bury(self) -> None:
         """Whoever died is followed by another; what a living one raised is raised here."""
@@ -104,7 +109,8 @@ class Storm:
     def strike(self) -> None:
         draw = self.rng.random()
         if draw < 0.08:
-            self.broker.kill()
+            if time.monotonic() - self.broker_began > BACK:
+                self.broker.kill()
         else:
             kinds = [kind for kind in ACTORS if draw > 0.8 or not kind.startswith("steady")]
             wanted = self.rng.choice([*kinds, "record"])  # whose death most wait for
@@ -200,6 +206,7 @@ def test_storm(runtime: Path) -> None:
         for what in ("taken for dead", "hung"):
             for line in Logs(folder).all(what):
                 error.add_note(f"{what}: {line[2]}")
+        error.add_note(f"the last broker said:\n{broker.log()[-2000:]}")
         error.add_note(f"replay: IPCSYNC_FAULT_SEED={SEED} IPCSYNC_FAULT_SECONDS={SECONDS}")
         raise
     finally:
