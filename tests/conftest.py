@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from .harness import KEPT, Broker, Child, Hang, Runtime, segments, unused
+from .pool import NOWHERE, Shared, environment, shares
 
 if TYPE_CHECKING:
     from ipcsync import Session
@@ -27,8 +28,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "leaves(*patterns): files that this test leaves on purpose (what a killed broker had made)"
     )
+    config.addinivalue_line("markers", 'fresh(*what): "children", or a "broker", that no other test has (pool.py)')
     # A test that forgot the `runtime` fixture must not meet the user's own broker.
-    os.environ["IPCSYNC_RUNTIME_DIR"] = "/nonexistent/this-test-needs-the-runtime-fixture"
+    os.environ["IPCSYNC_RUNTIME_DIR"] = NOWHERE
     config.stash[_SEGMENTS] = segments()
     resource_tracker.ensure_running()  # now, so that it carries no test's runtime directory in its environment
 
@@ -76,28 +78,62 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.fixture(scope="session")
+def shared() -> Iterator[Shared]:
+    """What tests at a GPU share (pool.py)."""
+    made = Shared()
+    yield made
+    problems = made.close()
+    if log := os.environ.get("IPCSYNC_TEST_LOG"):
+        with open(log, "a") as file:
+            file.write(f"shared in {os.environ.get('PYTEST_XDIST_WORKER', 'main')}: {made}\n")
+    assert not problems, "\n".join(problems)
+
+
 @pytest.fixture
-def runtime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A fresh runtime directory, in IPCSYNC_RUNTIME_DIR for this process and all that it starts; no leak may remain."""
+def runtime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, shared: Shared) -> Iterator[Path]:
+    """A fresh runtime directory, in IPCSYNC_RUNTIME_DIR for this process and all that it starts; no leak may remain.
+
+    Where the test shares its broker it is that one's directory, and IPCSYNC_NAMESPACE is fresh.
+    """
+    marker = request.node.get_closest_marker("leaves")
+    leaves = marker.args if marker else ()
+    if "broker" in request.fixturenames and shares(request.node, "broker"):
+        place = shared.at()
+        monkeypatch.setenv("IPCSYNC_RUNTIME_DIR", str(place.path))
+        monkeypatch.setenv("IPCSYNC_NAMESPACE", place.namespace())
+        if request.node.get_closest_marker("cuda"):
+            place.warm()
+            shared.pool.replace(cuda=True)
+        yield place.path
+        gc.collect()  # what a caught exception's frames still hold is no leak
+        left = shared.problems(leaves)
+        assert not left, "\n".join(left)
+        return
     made = Runtime()
     monkeypatch.setenv("IPCSYNC_RUNTIME_DIR", str(made.path))
     try:
         yield made.path
-        gc.collect()  # what a caught exception's frames still hold is no leak
-        marker = request.node.get_closest_marker("leaves")
-        left = made.leaks((*KEPT, *(marker.args if marker else ())))
+        gc.collect()
+        left = made.leaks((*KEPT, *leaves))
         assert not left, "\n".join(left)
     finally:
         made.remove()
 
 
 @pytest.fixture
-def spawn(runtime: Path) -> Iterator[Callable[..., Child]]:
-    """``spawn(fn, *args)``: runs ``fn(peer, *args)`` in a new process (`fn` at the top of its module)."""
+def spawn(request: pytest.FixtureRequest, runtime: Path, shared: Shared) -> Iterator[Callable[..., Child]]:
+    """``spawn(fn, *args)``: runs ``fn(peer, *args)`` in a new process (`fn` at the top of its module), or in one of the
+    pool."""
     children: list[Child] = []
+    pooled, before = shares(request.node, "children"), environment()
+    cuda = request.node.get_closest_marker("cuda") is not None
 
     def start(fn: Callable[..., Any], *args: Any) -> Child:
-        children.append(Child(fn, args))
+        if pooled and environment() == before:  # else the test wants something of its children's environment
+            children.append(shared.pool.run(fn, args, cuda=cuda))
+        else:
+            children.append(Child(fn, args))
         return children[-1]
 
     yield start
@@ -107,8 +143,11 @@ def spawn(runtime: Path) -> Iterator[Callable[..., Child]]:
 
 
 @pytest.fixture
-def broker(runtime: Path) -> Iterator[Broker]:
+def broker(runtime: Path, shared: Shared) -> Iterator[Broker]:
     """A broker that serves `runtime`. It must leave in order, unless the test ended it itself."""
+    if shared.place is not None and shared.place.path == runtime:
+        yield shared.place.broker
+        return
     made = Broker(runtime)
     yield made
     ended = made.process.poll() is not None

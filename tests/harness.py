@@ -92,19 +92,31 @@ class RemoteTraceback(Exception):
         return f'\n"""\n{self.args[0]}"""'
 
 
-def _child(connection: Connection, parent: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def begin(parent: int) -> None:
+    """The first thing that a child does: it ends with the test's process, and SIGUSR1 says where it is."""
     linux.die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
+def run(connection: Connection, call: Callable[[Peer], Any]) -> bool:
+    """Runs a child's function and sends what came of it. Whether it returned."""
     try:
-        connection.send(("done", fn(Peer(connection), *args), None))
+        connection.send(("done", call(Peer(connection)), None))
+        return True
     except BaseException as error:
         text = traceback.format_exc()
         try:
             connection.send(("raised", error, text))
         except Exception:  # it does not pickle
             connection.send(("raised", RuntimeError(repr(error)), text))
+        return False
+
+
+def _child(connection: Connection, parent: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    begin(parent)
+    run(connection, lambda peer: fn(peer, *args))
 
 
 class Child:
@@ -138,13 +150,21 @@ class Child:
         value = None
         while not self._over:
             _, value = self._next(timeout)
+        self._rest(timeout)
+        return value
+
+    def returned(self) -> bool:
+        """Whether its function has ended. Of one that sends nothing: what is unread looks the same."""
+        return self._over or self._connection.poll(0)
+
+    def _rest(self, timeout: float) -> None:
+        """Waits until the process is done with the test."""
         self.process.join(timeout)
         if self.process.exitcode is None:
             self._dump()
             raise Hang(f"{self.name} finished its function but did not exit")
         if self.process.exitcode != 0:
             raise AssertionError(f"{self.name} ended with exit code {self.process.exitcode}")
-        return value
 
     def kill(self, sig: int = signal.SIGKILL) -> None:
         """Sends the signal; for SIGKILL also waits until the process is gone."""
@@ -176,20 +196,26 @@ class Child:
 
     def end(self) -> BaseException | None:
         """For the end of a test: kills the child if it still runs, and gives what it raised that nobody has seen."""
-        unseen = None
+        unseen = self._unseen()
+        self._part()
+        return unseen
+
+    def _unseen(self) -> BaseException | None:
         try:
             while not self._over and self._connection.poll(0):
                 self._next(0)
         except AssertionError:
             pass  # ended without a word: whoever killed it knows
         except BaseException as error:
-            unseen = error
+            return error
+        return None
+
+    def _part(self) -> None:
         if self.process.is_alive():
             self.process.kill()
         self.process.join(TIMEOUT)
         self.process.close()
         self._connection.close()
-        return unseen
 
 
 # -- the broker
@@ -311,16 +337,17 @@ class Runtime:
         self.path = SHM / f"{PREFIX}{secrets.token_hex(6)}"
         self.path.mkdir(mode=0o700)
 
-    def leaks(self, kept: Iterable[str] = KEPT) -> list[str]:
-        """What is left: processes and files, each as a sentence. Whoever is just leaving gets a moment."""
-        deadline = time.monotonic() + 5.0
-        while (left := self._look(kept)) and time.monotonic() < deadline:
+    def leaks(self, kept: Iterable[str] = KEPT, *, moment: float = 5.0, at_home: int | None = None) -> list[str]:
+        """What is left: processes and files, each as a sentence. Whoever is just leaving gets a moment (seconds);
+        `at_home` is the pid of who may stay."""
+        deadline = time.monotonic() + moment
+        while (left := self._look(kept, at_home)) and time.monotonic() < deadline:
             time.sleep(0.01)
         return left
 
-    def _look(self, kept: Iterable[str]) -> list[str]:
+    def _look(self, kept: Iterable[str], at_home: int | None) -> list[str]:
         return [
-            *(f"process {pid} still runs: {command}" for pid, command in processes_of(self.path)),
+            *(f"process {pid} still runs: {line}" for pid, line in processes_of(self.path) if pid != at_home),
             *(f"file {name} was left in the runtime directory" for name in files_of(self.path, kept)),
         ]
 

@@ -18,7 +18,7 @@ import secrets
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import pytest
@@ -71,8 +71,11 @@ def _warm() -> None:
 class Case:
     """A device: new streams, something that holds one of them, arrays that can be exported. Made anew in children."""
 
+    made: ClassVar[list[Case]] = []  # those not closed yet: a child that serves another test closes them first
+
     def __init__(self, device: str) -> None:
         self.device = device
+        self.made.append(self)
         self._gates: list[Gate | WordGate] = []
         self._files: list[Path] = []
         if device != "cpu":
@@ -127,6 +130,8 @@ class Case:
         return numpy.frombuffer(mapped, dtype, count).reshape(shape)
 
     def close(self) -> None:
+        if self in self.made:
+            self.made.remove(self)
         for gate in self._gates:
             gate.open()
         for path in self._files:

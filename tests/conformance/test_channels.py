@@ -453,7 +453,7 @@ def test_readers_join_and_leave_while_the_writer_runs(case: Case, session: Sessi
     channel = session.create_channel("frames", shape=SHAPE, dtype="int32", depth=3, device=case.device)
     children = [spawn(come_and_go, JOINS) for _ in range(2)]
     with channel.writer() as writer:
-        while any(child.process.is_alive() for child in children):
+        while not all(child.returned() for child in children):
             with writer.slot() as slot:
                 slot.array[...] = slot.number
     assert all(child.join() > JOINS for child in children)

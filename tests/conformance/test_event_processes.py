@@ -149,6 +149,7 @@ def _exports(peer: Peer, device: str) -> bytes:
     return Event(device, interprocess=True).ipc_handle()
 
 
+@pytest.mark.fresh("children")
 def test_the_handle_of_a_process_that_ended_opens_nothing(case: Case, spawn: Spawn) -> None:
     handle = spawn(_exports, case.device).join()
     with pytest.raises(errors.HandleInvalid):

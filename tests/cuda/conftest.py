@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from ipcsync.backends import select
 from ipcsync.backends.cuda import CudaBackend
 from ipcsync.shm import Region
 
@@ -16,9 +15,7 @@ from . import gpu
 
 @pytest.fixture(scope="session")
 def backend() -> CudaBackend:
-    made = select.backend("cuda")
-    assert isinstance(made, CudaBackend)
-    return made
+    return gpu.here()
 
 
 @pytest.fixture

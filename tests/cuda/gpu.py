@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ipcsync.backends import select
 from ipcsync.backends.cuda import CudaBackend
 from ipcsync.backends.cuda_driver import check
 from ipcsync.shm import Region
@@ -28,6 +29,14 @@ _ADD = r"""extern "C" __global__ void add(long long ns, unsigned long long* in, 
   do { asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); } while (now - begin < ns);
   for (long long i = threadIdx.x; i < n; i += blockDim.x) out[i] = (in ? in[i] : 0) + plus;
 }"""
+
+
+def here() -> CudaBackend:
+    """This process's backend. In a child that serves several tests one of its own would not do: what a backend has
+    registered is CUDA's until the process ends, so the backend must know of it as long."""
+    made = select.backend("cuda")
+    assert isinstance(made, CudaBackend)
+    return made
 
 
 @cache

@@ -12,7 +12,8 @@ import inspect
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 
 import pytest
 
@@ -20,25 +21,29 @@ UNTIL = float(os.environ.get("IPCSYNC_TEST_UNTIL", "inf"))  # time.time() after 
 LOG = os.environ.get("IPCSYNC_TEST_LOG")
 HANGS = open(f"{LOG}.hangs", "a") if LOG else None  # noqa: SIM115  (what began, and where it was when it was ended)
 SERVERS = os.environ.get("IPCSYNC_TEST_MPS", "")  # the pipe directories of MPS servers, one for each xdist worker
+PHASES: dict[str, float] = defaultdict(float)  # seconds
+_setups: dict[str, float] = {}
 _KILLS = re.compile(r"\.kill\b")
+#: What shows most for its time comes first, and what kills again and again (tests/faults) last.
 _ORDER = (
-    "test_shared_events",
-    "test_channels",
-    "test_arrays",
-    "test_two_gpus",
-    "test_limits",
-    "test_interop",
-    "test_budget",
-    "test_event_processes",
-    "test_event",
-    "test_many",
-    "test_pipeline_photos",
-    "test_sessions",
-    "test_kills",
-    "test_torch",
-    "test_words",
-    "test_events",
-    "test_memory",
+    "conformance/test_shared_events",
+    "conformance/test_channels",
+    "conformance/test_arrays",
+    "conformance/test_event",
+    "conformance/test_event_processes",
+    "conformance/test_many",
+    "cuda/test_two_gpus",
+    "cuda/test_sessions",
+    "cuda/test_interop",
+    "cuda/test_words",
+    "cuda/test_events",
+    "cuda/test_memory",
+    "cuda/test_trace",
+    "cuda/test_budget",
+    "cuda/test_limits",
+    "integration/test_pipeline_photos",
+    "integration/test_torch",
+    "integration/test_docs",
 )
 
 if SERVERS:  # before anything starts CUDA here
@@ -62,10 +67,9 @@ def _kills(item: pytest.Item) -> bool:
     return function is not None and _KILLS.search(inspect.getsource(function)) is not None
 
 
-def _rank(item: pytest.Item) -> tuple[bool, int]:
-    """Those that take long begin first, so that none is still running when all others have ended."""
-    name = item.path.stem
-    return item.get_closest_marker("slow") is None, _ORDER.index(name) if name in _ORDER else len(_ORDER)
+def _rank(item: pytest.Item) -> int:
+    name = f"{item.path.parent.name}/{item.path.stem}"
+    return _ORDER.index(name) if name in _ORDER else len(_ORDER)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -88,10 +92,36 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """One line a test; what failed, whole. In the process that sees all of them."""
-    if LOG is None or "PYTEST_XDIST_WORKER" in os.environ or (report.when != "call" and report.outcome == "passed"):
+    if LOG is None or "PYTEST_XDIST_WORKER" in os.environ:
         return
-    lines: Iterable[str] = [f"{report.outcome} {report.when} {report.duration:.1f} {report.nodeid}"]
+    PHASES[report.when or ""] += report.duration
+    if report.when == "setup":
+        _setups[report.nodeid] = report.duration
+    if report.when == "call":
+        lines = [f"{report.outcome} call {report.duration:.1f} setup {_setups[report.nodeid]:.1f} {report.nodeid}"]
+    elif report.outcome != "passed":
+        lines = [f"{report.outcome} {report.when} {report.duration:.1f} {report.nodeid}"]
+    elif report.when == "teardown" and report.duration >= 1:
+        lines = [f"slow teardown {report.duration:.1f} {report.nodeid}"]
+    else:
+        return
     if report.failed:
         lines = [*lines, report.longreprtext, *(f"[{title}]\n{text}" for title, text in report.sections)]
-    with open(LOG, "a") as log:
-        log.write("\n".join(lines) + "\n")
+    _write("\n".join(lines))
+
+
+def pytest_sessionfinish() -> None:
+    if LOG is not None and "PYTEST_XDIST_WORKER" not in os.environ:
+        _write("seconds, of all workers: " + ", ".join(f"{phase} {seconds:.0f}" for phase, seconds in PHASES.items()))
+
+
+def _write(text: str) -> None:
+    if LOG is not None:
+        with open(LOG, "a") as log:
+            log.write(text + "\n")
+
+
+def pytest_unconfigure() -> None:
+    if HANGS is not None:
+        faulthandler.cancel_dump_traceback_later()
+        HANGS.close()

@@ -17,7 +17,7 @@ from ipcsync.backends import select
 from ..harness import Child, Peer
 from . import gpu
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.fresh("children")]  # what CUDA reads as it starts
 Spawn = Callable[..., Child]
 
 

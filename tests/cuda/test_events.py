@@ -18,7 +18,7 @@ pytestmark = pytest.mark.cuda
 
 
 def _records(peer: Peer, event: bytes, memory: bytes) -> None:
-    backend = CudaBackend()
+    backend = gpu.here()
     opened = backend.event_open(0, event)
     with pytest.raises(errors.NotExportable):
         backend.event_export(opened)

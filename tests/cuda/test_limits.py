@@ -25,6 +25,7 @@ TIMELINES = int(os.environ.get("IPCSYNC_TIMELINES", "10000"))
 
 @pytest.mark.slow
 @pytest.mark.watchdog(300)
+@pytest.mark.fresh("broker")
 def test_the_broker_says_so_before_cuda_does_and_timelines_go_on(session: Session) -> None:
     events: list[Any] = []
 
@@ -53,6 +54,7 @@ def _footprint(pid: int) -> tuple[int, float]:
 
 @pytest.mark.slow
 @pytest.mark.watchdog(300)
+@pytest.mark.fresh("broker")
 def test_create_and_release_end_where_they_began(broker: Broker, session: Session) -> None:
     stream = ipcsync.Stream("cuda")
 
@@ -97,7 +99,7 @@ def test_memory_let_go_while_a_stream_waits_comes_back_when_it_goes_on(backend: 
 
 def _records_held(peer: Peer, event: bytes) -> None:
     """Records the event behind a word that is stored when the test says so."""
-    backend = CudaBackend()
+    backend = gpu.here()
     opened, raw = backend.event_open(0, event), backend.new_stream(0, 0)
     region = gpu.page(Path(os.environ["IPCSYNC_RUNTIME_DIR"]))
     region.path.unlink()
@@ -127,7 +129,7 @@ def test_a_wait_for_another_processs_event_puts_freeing_off_as_well(backend: Cud
 
 def _waits_for_ever(peer: Peer, event: bytes) -> None:
     """Holds memory back for a stream that will never go on, and ends all the same."""
-    backend = CudaBackend()
+    backend = gpu.here()
     opened, raw, memory = backend.event_open(0, event), backend.new_stream(0, 0), backend.allocate(0, 8, "")
     backend.event_wait(opened, raw)
     backend.free(memory)
@@ -137,6 +139,7 @@ def _waits_for_ever(peer: Peer, event: bytes) -> None:
     assert not backend.stream_query(raw)
 
 
+@pytest.mark.fresh("children")
 def test_a_process_whose_stream_never_goes_on_still_ends(backend: CudaBackend, spawn: Spawn) -> None:
     event = backend.event_create(0, timing=False, blocking=False, interprocess=True)
     recorder = spawn(_records_held, backend.event_export(event))
@@ -152,7 +155,7 @@ def _gives_anew(peer: Peer) -> None:
     """Exports memory filled with 1, then, where that was, memory filled with 2."""
     from cuda.bindings import driver
 
-    backend = CudaBackend()
+    backend = gpu.here()
     for value in (1, 2):
         memory = backend.allocate(0, 4096, "")
         with backend.using(0):
@@ -163,6 +166,7 @@ def _gives_anew(peer: Peer) -> None:
         backend.free(memory)
 
 
+@pytest.mark.fresh("children")
 def test_new_memory_is_not_taken_for_what_is_still_to_be_closed(
     backend: CudaBackend, region: Region, spawn: Spawn
 ) -> None:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.cuda
 
 
 def _adds(peer: Peer, handle: bytes, nbytes: int) -> int:
-    backend = CudaBackend()
+    backend = gpu.here()
     first = backend.open_memory(0, handle, nbytes, writable=True)
     second = backend.open_memory(0, handle, nbytes, writable=True)
     assert first.pointer == second.pointer
@@ -117,11 +117,12 @@ def test_strides_and_other_frameworks_read_without_a_copy(backend: CudaBackend) 
 
 
 def _reads(peer: Peer, regions: list[tuple[bytes, int, int]]) -> list[float]:
-    backend = CudaBackend()
+    backend = gpu.here()
     out = []
     for handle, nbytes, offset in regions:
         memory = backend.open_memory(0, handle, nbytes, writable=False)
         out.append(float(backend.array(memory, offset, (4,), "float32").sum()))
+        backend.free(memory)
     return out
 
 
@@ -152,7 +153,7 @@ def _refused(peer: Peer) -> dict[str, str]:
     import numpy
     import torch
 
-    backend = CudaBackend()
+    backend = gpu.here()
     cases: dict[str, Callable[[], Any]] = {
         "numpy": lambda: numpy.zeros(4),
         "a list": lambda: [1],
@@ -190,7 +191,7 @@ def test_what_cannot_be_exported_says_why(spawn: Callable[..., Child], monkeypat
 
 
 def _exports_again(peer: Peer, handle: bytes) -> str:
-    backend = CudaBackend()
+    backend = gpu.here()
     memory: Memory = backend.open_memory(0, handle, 4096, writable=True)
     with pytest.raises(errors.NotExportable) as found:
         backend.export(backend.array(memory, 0, (4,), "uint8"))

@@ -40,7 +40,7 @@ def _create(session: Session, name: str, device: str, via: str) -> Any:
 
 def _sees(peer: Peer) -> dict[str, Any]:
     """Opens what is on each GPU, and says under which ordinal, or that it cannot."""
-    backend, found = CudaBackend(), {}
+    backend, found = gpu.here(), {}
     with ipcsync.connect() as session:
         for name in ("e0", "e1", "c0", "c1"):
             try:

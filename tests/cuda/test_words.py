@@ -46,7 +46,7 @@ def test_a_released_word_is_never_below_any_round(backend: CudaBackend, region: 
 
 
 def _writes(peer: Peer, path: Path) -> None:
-    backend, region = CudaBackend(), Region.open(path)
+    backend, region = gpu.here(), Region.open(path)
     backend.register(region)
     raw = backend.new_stream(0, 0)
     peer.send("ready")
@@ -213,7 +213,7 @@ def _reached(region: Region, index: int, value: int) -> bool:
 
 def _stands(peer: Peer, path: Path) -> int:
     """Blocks as many streams as the limit says, any of many; the others go on, a few at a time."""
-    backend, region = CudaBackend(), Region.open(path)
+    backend, region = gpu.here(), Region.open(path)
     backend.register(region)
     limit = backend.blocked_limit(0)
     at_once = backend._queues[0] - limit
@@ -235,6 +235,7 @@ def _stands(peer: Peer, path: Path) -> int:
     return limit
 
 
+@pytest.mark.fresh("children")
 @pytest.mark.parametrize("connections", [None, "32", "4"])
 def test_the_limit_of_blocked_streams_holds(
     backend: CudaBackend,
@@ -253,13 +254,14 @@ def test_the_limit_of_blocked_streams_holds(
 
 
 def _too_late(peer: Peer) -> int:
-    backend = CudaBackend()
+    backend = gpu.here()
     os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     backend.drop_stream(backend.new_stream(0, 0))  # CUDA starts, and reads the variable
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
     return backend.blocked_limit(0)
 
 
+@pytest.mark.fresh("children")
 def test_the_limit_is_probed_not_believed(spawn: Callable[..., Child], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     assert spawn(_too_late).join() < 24
@@ -275,7 +277,7 @@ _BAD = r"""extern "C" __global__ void bad(unsigned long long* p) { *p = 1; }"""
 def _faults(peer: Peer, path: Path) -> list[str]:
     import cupy
 
-    backend, region = CudaBackend(), Region.open(path)
+    backend, region = gpu.here(), Region.open(path)
     backend.register(region)
     raw = backend.new_stream(0, 0)
     event = backend.event_create(0, timing=False, blocking=False, interprocess=False)
@@ -299,6 +301,7 @@ def _faults(peer: Peer, path: Path) -> list[str]:
 
 
 @pytest.mark.kills
+@pytest.mark.fresh("children")
 def test_a_lost_context_is_said_so(region: Region, spawn: Callable[..., Child]) -> None:
     child = spawn(_faults, region.path)
     assert child.recv() == ["lost"] * 6

@@ -24,6 +24,7 @@ _MORE = ("test_pipeline_photos.py", "test_torch.py", "test_docs.py")
 PATHS = ("tests/cuda", "tests/conformance", "tests/faults", *(f"tests/integration/{name}" for name in _MORE))
 #: Less of what only takes long; what the environment says already stays.
 SHORT = {"IPCSYNC_ROUNDS": "200", "IPCSYNC_CYCLES": "2000", "IPCSYNC_JOINS": "8", "IPCSYNC_FAULT_BATCH": "4"}
+_LINE = r"^(passed|failed|skipped) \S+ [\d.]+ (?:setup [\d.]+ )?(\S+\.py::\S.*)$"
 KEPT = 65  # seconds kept for the tests that kill, under MPS
 LONG = {"IPCSYNC_ROUNDS": "1000", "IPCSYNC_CYCLES": "25000"}
 
@@ -39,11 +40,24 @@ def main() -> int:
     options.log.parent.mkdir(parents=True, exist_ok=True)
     os.environ["IPCSYNC_TEST_LOG"] = str(options.log)
     options.log.write_text("")
+    if options.contexts and not options.mps:
+        _measure(options.log)
     subprocess.run([sys.executable, "-m", "tests.cuda.warm"], check=False)
     marks = f"cuda and ({options.marks})"
     status = _under_mps(end, marks, options) if options.mps else _several(end, marks, options)
     _sum_up(options.log)
     return status
+
+
+def _measure(log: Path) -> None:
+    """The first lines of the log: what a context costs, which is most of what a test on a GPU costs."""
+    with log.open("w") as file:
+        command = [sys.executable, "-m", "tests.cuda.contexts"]
+        try:
+            subprocess.run(command, stdout=file, stderr=file, timeout=30, check=False)
+        except subprocess.TimeoutExpired:
+            file.write("contexts: not all of it in 30 s\n")
+    print(log.read_text(), end="", flush=True)
 
 
 def _several(end: float, marks: str, options: argparse.Namespace) -> int:
@@ -68,7 +82,7 @@ def _under_mps(end: float, marks: str, options: argparse.Namespace) -> int:
 
 def _sum_up(log: Path) -> None:
     """What the log says, last of all: the end of a long output is what is kept of it."""
-    lines = re.findall(r"^(passed|failed|skipped) \S+ [\d.]+ (\S+\.py::\S.*)$", log.read_text(), re.MULTILINE)
+    lines = re.findall(_LINE, log.read_text(), re.MULTILINE)
     for outcome, name in lines:
         if outcome == "failed":
             print(f"failed {name}")
@@ -80,7 +94,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--mps", action="store_true", help="under MPS, with servers of this run's own")
     parser.add_argument("--seconds", type=float, default=235, help="after which it ends (235)")
-    parser.add_argument("-n", dest="workers", type=int, default=8, help="tests at once (8)")
+    parser.add_argument("-n", dest="workers", type=int, default=3, help="tests at once (3)")
+    parser.add_argument("--no-contexts", dest="contexts", action="store_false", help="without tests.cuda.contexts")
     parser.add_argument("--long", action="store_true", help="every count as large as it was first shown with")
     parser.add_argument("--log", type=Path, default=Path(os.environ.get("OUT", "/tmp")) / "ipcsync-gpu.log")
     parser.add_argument("-m", dest="marks", default="not cuda2", help='which of the cuda tests ("not cuda2")')
@@ -95,8 +110,12 @@ def _arguments(options: argparse.Namespace) -> list[str]:
     return ["--continue-on-collection-errors", "--maxschedchunk=2", *output, *options.paths]
 
 
+#: pytest-benchmark warns where there is xdist, and a warning is an error here.
+_WITHOUT = ("-p", "no:cacheprovider", "-p", "no:benchmark")
+
+
 def _command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "pytest", "-q", "-p", "tests.cuda.plugin", "-p", "no:cacheprovider", *arguments]
+    return [sys.executable, "-m", "pytest", "-q", "-p", "tests.cuda.plugin", *_WITHOUT, *arguments]
 
 
 def _pytest(end: float, *arguments: str) -> int:
