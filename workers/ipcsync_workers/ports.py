@@ -184,7 +184,9 @@ class Output:
         if self._gate is not None:
             made = self._admit(made, timeout)
         with self._writer.slot(self._stream, meta=dict(meta or {}), timeout=timeout) as slot:
-            with timed(stage):
+            # The block's device is the channel's; what the stage computes in it is to be on its own.
+            own = stage.stream if self._elsewhere and stage.stream is not None else nullcontext()
+            with own, timed(stage):
                 yield slot
             if slot.number is None:  # discarded
                 return

@@ -227,8 +227,11 @@ class Stage:
             return
         import cupy
 
+        on_gpu = hasattr(array, "__cuda_array_interface__")
+        if on_gpu and array.device != out.device and self.stream is not None:
+            self.stream.synchronize()  # the copy is made on the channel's stream, which knows nothing of ours
         with out.device:
-            if not hasattr(array, "__cuda_array_interface__"):
+            if not on_gpu:
                 out[...] = cupy.asarray(array)
             else:
                 out[...] = array if array.device == out.device else array.copy()

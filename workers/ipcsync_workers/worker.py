@@ -6,6 +6,7 @@ SIGTERM stops the stage where it is (as Ctrl-C would); the supervisor sends it w
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import socket
@@ -48,6 +49,9 @@ def main(fd: int) -> int:
     if plan is None:
         return 1
     signal.signal(signal.SIGTERM, _stop)
+    for output in (sys.stdout, sys.stderr):
+        assert isinstance(output, io.TextIOWrapper)
+        output.reconfigure(errors="backslashreplace")  # a stage may print any file's name
     worker = plan.worker
     if plan.trace:
         trace.start(Path(plan.trace), worker.name)
@@ -160,7 +164,8 @@ def explain(error: BaseException) -> str:
     while where is not None and where.tb_frame.f_code.co_filename.startswith(ours):
         where = where.tb_next
     shown = traceback.TracebackException(type(error), error, where or error.__traceback__)
-    return "".join(shown.format())[-messages.LARGEST // 2 :]
+    text = "".join(shown.format())[-messages.LARGEST // 2 :]
+    return text.encode(errors="backslashreplace").decode()  # files' names need not be UTF-8, messages must
 
 
 if __name__ == "__main__":

@@ -18,14 +18,14 @@ import numpy as np
 from ipcsync.errors import InvalidArgument
 
 from ..stage import Stage
-from ._files import listed, target, whole
+from ._files import listed, shown, target, whole
 
 
 def read(stage: Stage) -> None:
     """Every file of ``folder``. An array smaller than the channel's field makes an item of its own size; one that is
     larger, or of another dtype, is an error. The meta has its ``name``."""
     for path in listed(stage, (".npy", ".npz"))[stage.resumed_at :]:
-        with stage.output.slot(meta={"name": path.stem}) as slot:
+        with stage.output.slot(meta={"name": shown(path.stem)}) as slot:
             for name, array in _load(path, list(slot)).items():
                 room = slot[name]
                 if array.dtype != room.dtype or array.ndim != room.ndim:

@@ -23,7 +23,7 @@ import numpy as np
 from ipcsync.errors import InvalidArgument
 
 from ..stage import Stage
-from ._files import listed, target, whole
+from ._files import listed, shown, target, whole
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 FITS = ("letterbox", "stretch", "crop")
@@ -38,11 +38,11 @@ def read(stage: Stage) -> None:
     stems = [path.stem for path in paths]
     for path in _after(stage, paths):
         name = path.stem if stems.count(path.stem) == 1 else path.name
-        with stage.output.slot(meta={"name": name, "file": path.name}) as slot:
+        with stage.output.slot(meta={"name": shown(name), "file": shown(path.name)}) as slot:
             try:
                 picture = load(path, slot.array.shape, fit)
             except OSError as error:
-                print(f"passed over {path.name}: {error}")
+                print(f"passed over {shown(path.name)}: {error}")
                 stage.count("passed over")
                 slot.discard()
                 continue
