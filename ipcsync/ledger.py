@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from . import bells, linux
-from .errors import ProtocolMismatch
+from .errors import ProtocolMismatch, RuntimeDirectory
 from .shm import Region
 
 MAGIC = int.from_bytes(b"IPCSYNC1", "little")
@@ -110,6 +110,12 @@ class Ledger:
             )
         self.sessions, self.events = words[Header.SESSIONS], words[Header.EVENTS]
         self._blocks, self._cells = words[Header.BLOCKS_AT] // 8, words[Header.CELLS_AT] // 8
+        if not self._whole():
+            raise RuntimeDirectory(
+                f"{region.path} is damaged: its header does not describe its {region.nbytes} bytes. The next broker "
+                "makes a new one: end this one with `ipcsync broker --stop`, and start one again",
+                path=str(region.path),
+            )
         region.bell_of = self._bell_of
 
     @classmethod
@@ -130,6 +136,19 @@ class Ledger:
     @classmethod
     def open(cls, path: Path) -> Ledger:
         return cls(Region.open(path))
+
+    def _whole(self) -> bool:
+        """Whether all that the header names lies in the file: nothing below looks again."""
+        words, nbytes = self.words, self.region.nbytes
+        blocks, cells = words[Header.BLOCKS_AT], words[Header.CELLS_AT]
+        return (
+            words[Header.NBYTES] == nbytes
+            and self.sessions > 0 < self.events
+            and words[Header.CELLS_USED] <= self.events
+            and PAGE <= blocks <= cells - self.sessions * PAGE
+            and cells <= nbytes - self.events * CELL_WORDS * 8
+            and blocks % PAGE == cells % PAGE == 0
+        )
 
     def block(self, index: int) -> int:
         return self._blocks + index * BLOCK_WORDS

@@ -44,7 +44,7 @@ def open_page(directory: Path, quotas: Quotas) -> Page:
     if found is not None:
         inode = path.stat().st_ino
         entities, last = _entities(directory / runtime.JOURNAL, inode) or ({}, Last())
-        if entities:
+        if entities and _fits(entities, found):
             failpoint("broker.takeover")
             condemn.finish_begun(found, condemn.Culprit(Cell.DIED))
             limits = msgspec.structs.replace(quotas, sessions=found.sessions, events=found.events)
@@ -73,6 +73,24 @@ def _entities(path: Path, inode: int) -> tuple[Entities, Last] | None:
         return None
 
 
+def _fits(entities: Entities, ledger: Ledger) -> bool:
+    """Whether the page has what the journal names, and nothing of it is given out twice."""
+    sessions = [record for record in entities.values() if isinstance(record, Session)]
+    things = [record for record in entities.values() if isinstance(record, Thing)]
+    blocks, cells = [s.block for s in sessions], [cell for thing in things for cell in {thing.cell, *thing.cells}]
+    numbers = {session.number for session in sessions}
+    fits = (
+        len(set(blocks)) == len(blocks)
+        and len(set(cells)) == len(cells)
+        and all(0 <= block < ledger.sessions for block in blocks)
+        and all(0 <= cell < ledger.events for cell in cells)
+        and all(thing.attached <= numbers for thing in things)
+    )
+    if not fits:
+        log("the journal that was here is of no use: it does not fit its ledger")
+    return fits
+
+
 def _lose(ledger: Ledger) -> None:
     """Nobody knows any more whose the rounds on this page are: whoever waits for them is told."""
     words = ledger.words
@@ -94,7 +112,7 @@ def reopen(page: Page, state: State, resources: Resources) -> set[int]:
     for thing in things:
         try:
             resources.reopen(thing)
-        except (errors.IpcSyncError, OSError) as error:
+        except (errors.IpcSyncError, OSError, ValueError, IndexError) as error:  # gone, cut short, scribbled over
             if thing.kind == "event" and thing.asked == "auto":
                 thing.handle, thing.via = b"", "timeline"  # its rounds go on; its CUDA event cannot be had any more
                 continue

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import bells, linux, runtime
-from ..errors import InvalidArgument, InvalidState, NotExportable
+from ..errors import InvalidArgument, InvalidState, NotExportable, ResourceLost
 from ..ledger import FOREVER
 from ..shm import Region
 from ..waiting import SLICE
@@ -212,6 +212,9 @@ class HostBackend(Backend):
             if memory is None:
                 path = runtime.default_directory() / os.fsdecode(handle)
                 region = Region.open(path, writable=writable)
+                if region.nbytes < nbytes:  # what lies behind its end is a SIGBUS
+                    region.close()
+                    raise ResourceLost(f"{path} was cut short: create what it belongs to anew")
                 memory = Memory(0, region.address, nbytes, handle, writable, region)
             self._opened[key] = (memory, count + 1)
             return memory

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import zlib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,7 +28,12 @@ def files(folder: Path) -> list[Path]:
 def names(paths: list[Path]) -> dict[Path, str]:
     """A name for each file's results: without its suffix, unless that would make two the same."""
     stems = [path.stem for path in paths]
-    return {path: path.stem if stems.count(path.stem) == 1 else path.name for path in paths}
+    return {path: shown(path.stem if stems.count(path.stem) == 1 else path.name) for path in paths}
+
+
+def shown(name: str) -> str:
+    """A file's name as text for a slot's meta: names are bytes, and need not be UTF-8."""
+    return os.fsencode(name).decode(errors="backslashreplace")
 
 
 def load(path: Path, height: int, width: int, fit: str = "letterbox") -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -94,7 +101,7 @@ def _blur(grey: Any, axis: int, xp: ModuleType) -> Any:
 
 def save(edges: np.ndarray[Any, Any], path: Path) -> None:
     """Writes one picture of edges, white on black, as PNG. It appears whole or not at all."""
-    partial = path.with_name(path.name + ".part")
+    partial = path.with_name(f".{zlib.crc32(path.name.encode()):08x}.part")  # a name may be as long as names can be
     Image.fromarray(edges).save(partial, format="PNG")
     partial.replace(path)
 

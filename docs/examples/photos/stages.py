@@ -19,7 +19,7 @@ def read(stage: Stage) -> None:
     names = imaging.names(paths)
     stage.expect(len(paths))
     for path in paths:
-        with stage.output.slot(meta={"name": names[path], "file": path.name}) as slot:
+        with stage.output.slot(meta={"name": names[path], "file": imaging.shown(path.name)}) as slot:
             height, width, _ = slot.array.shape
             try:
                 picture = imaging.load(path, height, width, stage.params.get("fit", "letterbox"))

@@ -1,0 +1,101 @@
+"""What a hostile world once broke: each of these is a bug that was, by its symptom."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+
+import pytest
+
+import ipcsync
+from ipcsync.ledger import Header
+
+from ..harness import TIMEOUT, Broker
+
+IPCSYNC = [sys.executable, "-c", "from ipcsync.cli import main; main()"]
+
+
+# -- a broker that could not start again over what its predecessor left
+
+
+def _things(peer):
+    session = ipcsync.connect()
+    session.create_event("event", device="cpu")
+    session.create_channel("channel", shape=(4,), dtype="uint8", device="cpu")
+    peer.send()
+    peer.recv()
+
+
+def _cut(pattern, nbytes):
+    def damage(runtime):
+        for path in runtime.glob(pattern):
+            os.truncate(path, nbytes)
+
+    return damage
+
+
+def _header(word, value):
+    def damage(runtime):
+        with (runtime / "ledger").open("r+b") as file:
+            file.seek(8 * word)
+            file.write(struct.pack("<Q", value))
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(_cut("ledger", 4096), id="the ledger ends after its header"),
+        pytest.param(_cut("ledger", 100_000), id="the ledger ends in its blocks"),
+        pytest.param(_cut("ctl-*", 64), id="a control file is cut short"),
+        pytest.param(_cut("mem-*", 1), id="memory is cut short"),
+        pytest.param(_header(Header.SESSIONS, 0), id="no sessions"),
+        pytest.param(_header(Header.SESSIONS, 1 << 40), id="very many sessions"),
+        pytest.param(_header(Header.EVENTS, 0), id="no events"),
+        pytest.param(_header(Header.BLOCKS_AT, 0), id="blocks over the header"),
+        pytest.param(_header(Header.CELLS_AT, 1 << 63), id="cells far away"),
+        pytest.param(_header(Header.CELLS_USED, 1 << 63), id="more cells used than there are"),
+    ],
+)
+def test_a_broker_starts_over_the_damaged_remains_of_another(runtime, spawn, damage):
+    first = Broker(runtime)
+    child = spawn(_things)
+    child.recv()
+    first.kill()
+    child.kill()
+    damage(runtime)
+    second = Broker(runtime)
+    with ipcsync.connect() as session:
+        event = session.create_event("new", device="cpu")
+        assert event.record() == 1
+        event.synchronize(round=1)
+    assert second.stop() == 0
+    assert "Traceback" not in second.log()
+    assert "of no use" in second.log() or "is lost" in second.log()
+
+
+# -- pictures
+
+
+def test_file_names_need_not_be_text_and_may_be_as_long_as_can_be(runtime, tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    folder = tmp_path / "in"
+    folder.mkdir()
+    names = [b"not\xffutf-8.png", b"new\nline.png", b"y" * 251 + b".png", "漢字".encode() * 40 + b".jpg"]
+    for name in names:
+        with open(os.path.join(os.fsencode(folder), name), "wb") as file:
+            image.new("RGB", (8, 8)).save(file, format="png")
+    with open(os.path.join(os.fsencode(folder), b"no\xffpicture.png"), "wb") as file:
+        file.write(b"no picture")
+    (tmp_path / "p.toml").write_text(
+        "[channels]\nframes = { shape = [8, 8, 3], dtype = 'uint8' }\n[stages]\n"
+        "read = { call = 'ipcsync_workers.stages.images:read', outputs = ['frames'], params = { folder = 'in' } }\n"
+        "write = { call = 'ipcsync_workers.stages.images:write', inputs = ['frames'], params = { folder = 'out' } }\n"
+    )
+    done = subprocess.run([*IPCSYNC, "run", str(tmp_path / "p.toml")], capture_output=True, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr.decode()
+    assert len(os.listdir(tmp_path / "out")) == len(names)
+    assert rb"passed over no\xffpicture.png" in done.stderr + done.stdout
