@@ -16,6 +16,8 @@ from ipcsync.bench.flows import FLOWS, look
 from ipcsync.bench.gpu import on
 from ipcsync.bench.trips import TRIPS
 
+from . import python_side
+
 COMMAND = [sys.executable, "-c", "from ipcsync.cli import main; main()", "bench", "--quick"]
 
 
@@ -65,6 +67,12 @@ def test_the_part_for_a_gpu(device: str) -> None:
     for key in ("gpu-round-trip", "gpu-hop", "gpu-hand-off", "gpu-stages", f"calls-{device.partition(':')[0]}"):
         assert tables[key].rows, (key, missing)
         assert not tables[key].ours or tables[key].ours in tables[key].rows, missing
+
+
+def test_the_interpreters_part() -> None:
+    found = python_side.measure(batches=1)
+    assert len(found) == 6
+    assert all(value > 0 for value in found.values())
 
 
 def test_a_contestant_that_loses_an_item_is_found() -> None:
