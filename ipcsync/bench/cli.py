@@ -65,6 +65,9 @@ def measure(
             tables += _section(name, {"mps": mps})(quick=quick, missing=missing)
         except Exception as error:
             missing.append(Missing(name, f"{type(error).__name__}: {error}"))
+        except KeyboardInterrupt:  # what was measured by now is worth having
+            missing.append(Missing(f"{name}, and what comes after it", "interrupted"))
+            break
         say(f"{name}: {time.monotonic() - start:.0f} s")
     missing += [Missing(name, "not asked for") for name in SECTIONS if name not in sections]
     result["tables"] = [dataclasses.asdict(table) for table in tables]
