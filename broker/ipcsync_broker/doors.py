@@ -54,13 +54,30 @@ def connections(sockets: int, sessions: int) -> int:
     return min(CONNECTIONS + sessions, safe)
 
 
-class Listener:
+class Inlet:
+    """A socket that the loop reads when it stirred."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.socket = socket
+        self.stirred = True
+
+    @property
+    def fd(self) -> int:
+        return int(self.socket.getsockopt(zmq.FD))
+
+    def readable(self) -> bool:
+        self.stirred = bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        return self.stirred
+
+
+class Listener(Inlet):
     """A bound socket that counts its connections."""
 
     def __init__(self, made: zmq.Socket[bytes], endpoint: str, most: int, queue: int) -> None:
-        self.socket, self.endpoint, self.most = made, endpoint, most
+        super().__init__(made)
+        self.endpoint, self.most = endpoint, most
         self.connected: set[int] = set()  # descriptors, as libzmq told
-        self.refusals: Counter[str] = Counter()  # since `look` was called
+        self.refusals: Counter[str] = Counter()
         self._said: dict[str, float] = {}
         made.setsockopt(zmq.LINGER, 500)
         made.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE)
@@ -68,9 +85,9 @@ class Listener:
         made.setsockopt(zmq.RCVHWM, queue)
         at = f"inproc://monitor-{id(self)}"
         made.monitor(at, self._failures() | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        self.monitor: zmq.Socket[bytes] = made.context.socket(zmq.PAIR)
-        self.monitor.setsockopt(zmq.RCVHWM, UNSEEN - 1000)
-        self.monitor.connect(at)
+        self.monitor = Inlet(made.context.socket(zmq.PAIR))
+        self.monitor.socket.setsockopt(zmq.RCVHWM, UNSEEN - 1000)
+        self.monitor.socket.connect(at)
 
     def _failures(self) -> int:
         return zmq.EVENT_ACCEPT_FAILED
@@ -84,19 +101,21 @@ class Listener:
         finally:
             os.umask(before)
 
-    def look(self) -> Counter[str]:
-        """Counts connections, hangs up on those that are too many; refusals since the last call."""
-        for _ in range(2 * UNSEEN):  # while we read, more come
-            try:
-                event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
-            except zmq.Again:
+    def look(self) -> None:
+        """Counts connections, and hangs up on those that are too many."""
+        for _ in range(UNSEEN):  # while we read, more come
+            if not self.monitor.readable():
                 break
+            event = parse_monitor_message(self.monitor.socket.recv_multipart(zmq.NOBLOCK))
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self._accepted(event["value"])
             elif event["event"] == zmq.EVENT_DISCONNECTED:
                 self.connected.discard(event["value"])
             else:
                 self._note(event["value"])
+
+    def refused(self) -> Counter[str]:
+        """Refusals since the last call, by the count that they add to."""
         found, self.refusals = self.refusals, Counter()
         return found
 
@@ -122,7 +141,7 @@ class Listener:
     def close(self) -> None:
         self.look()  # libzmq must not wait for us to see an event while we wait for it
         self.socket.monitor(None, 0)
-        self.monitor.close()
+        self.monitor.socket.close()
         self.socket.close()
 
 
@@ -146,22 +165,7 @@ class Publisher(Listener):
         self.socket.send_multipart([topic, payload], zmq.NOBLOCK)
 
 
-class Inlet:
-    """A socket that the loop reads when it stirred."""
-
-    socket: zmq.Socket[bytes]
-    stirred = True
-
-    @property
-    def fd(self) -> int:
-        return int(self.socket.getsockopt(zmq.FD))
-
-    def readable(self) -> bool:
-        self.stirred = bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
-        return self.stirred
-
-
-class Door(Listener, Inlet):
+class Door(Listener):
     """The runtime directory's ROUTER."""
 
     tag = b"i"  # before its peers' identities: those of different sockets must differ
@@ -268,7 +272,7 @@ class Gate(Inlet):
     """Answers libzmq's question whether a key may come in: ZAP, https://rfc.zeromq.org/spec/27/."""
 
     def __init__(self, context: Context, door: KeyedDoor) -> None:
-        self.socket = context.socket(zmq.REP)
+        super().__init__(context.socket(zmq.REP))
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind("inproc://zeromq.zap.01")
         self._door = door

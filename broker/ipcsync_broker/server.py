@@ -98,6 +98,7 @@ class Server:
         self.pub = Publisher(self.context, runtime.announce_endpoint(directory), state.uids, most)
         self.listeners: list[Listener] = [*self.doors.values(), self.pub]
         self.inlets |= {each.fd: each for each in self.doors.values()}
+        self.inlets |= {each.monitor.fd: each.monitor for each in self.listeners}
         self.ours = self._inodes()
         for fd in self.inlets:
             self.poller.register(fd, select.EPOLLIN)
@@ -124,10 +125,10 @@ class Server:
                     turn = now + TURN
                     words[Header.TICK] = time.monotonic_ns()
                     self._look()
-                    for listener in self.listeners:
-                        self.state.counts.update(listener.look())
                     if self.state.due(now):
                         self._check_files()
+                        for listener in self.listeners:
+                            self.state.counts.update(listener.refused())
                         self._catch_up(now)
                         self.feed(Tick())
                     self.watchdog.turn(now)
@@ -177,6 +178,9 @@ class Server:
 
     def _receive(self) -> None:
         """Reads what is there, up to a burst."""
+        for listener in self.listeners:
+            if listener.monitor.stirred:
+                listener.look()  # first: who is too many is not read
         for inlet in self.inlets.values():
             if not inlet.stirred:
                 continue

@@ -231,7 +231,7 @@ def _drop_parked(state: State, session: Session) -> None:
 def look_after(state: State) -> None:
     """Each tick: the silent are looked at, the dying released again, the left seen off."""
     for session in list(state.sessions.values()):
-        if local_pid(state, session) is None:
+        if session.lock and local_pid(state, session) is None:
             gone(state, session)
         elif session.state == "live":
             beat = state.facts.beat(session.block)
