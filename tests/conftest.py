@@ -7,7 +7,7 @@ import faulthandler
 import gc
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from .pool import NOWHERE, Shared, environment, shares
 if TYPE_CHECKING:
     from ipcsync import Session
 
+_FAILED = pytest.StashKey[bool]()
 _SEGMENTS = pytest.StashKey[Any]()  # names in /dev/shm before the first test
 
 
@@ -56,6 +57,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if os.environ.get("IPCSYNC_REQUIRE_CUDA") == "1":
             pytest.fail("IPCSYNC_REQUIRE_CUDA=1, and there is no CUDA device")
         pytest.skip("needs a CUDA device")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    item.stash[_FAILED] = item.stash.get(_FAILED, False) or report.failed
+    return report
 
 
 @pytest.hookimpl(wrapper=True)
@@ -107,7 +115,7 @@ def runtime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, sha
             shared.pool.replace(cuda=True)
         yield place.path
         gc.collect()  # what a caught exception's frames still hold is no leak
-        left = shared.problems(leaves)
+        left = shared.problems(leaves, failed=request.node.stash.get(_FAILED, False))
         assert not left, "\n".join(left)
         return
     made = Runtime()

@@ -14,6 +14,7 @@ import pickle
 import re
 import signal
 import sys
+import time
 import traceback
 import warnings
 from collections import Counter
@@ -86,7 +87,9 @@ def _serve(connection: Connection, parent: int, cuda: bool) -> None:
                 pass  # what a function that returned has not read
             if not run(connection, task):
                 return
-            _settle()
+            if not _settle():
+                connection.send(("leaving", None, None))
+                return
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 
@@ -101,14 +104,32 @@ def _warm() -> None:
         traceback.print_exc()
 
 
-def _settle() -> None:
-    """What the end of a process would do: lets go of what is held, and ends its sessions."""
+def _settle() -> bool:
+    """What the end of a process would do: lets go of what is held, and ends its sessions. Whether that worked."""
     if (cases := sys.modules.get("tests.conformance.cases")) is not None:
         for case in list(cases.Case.made):
             case.close()
     if (session := sys.modules.get("ipcsync.session")) is not None:
         session._at_exit()
     gc.collect()
+    return let_go(set())
+
+
+def hold() -> set[object]:
+    """Others' GPU memory that this process has open, and how much it has still to let go: so long, new memory of the
+    same process may come under the handle of the old."""
+    backend = getattr(sys.modules.get("ipcsync.backends.select"), "_made", {}).get("cuda")
+    return set() if backend is None else {*backend._memories._opened, *range(backend._quarantine.held)}
+
+
+def let_go(before: set[object]) -> bool:
+    """Whether, within a moment, this process holds no more than `before`."""
+    deadline = time.monotonic() + 2.0
+    while more := hold() - before:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    return not more
 
 
 # -- in the test
@@ -124,14 +145,15 @@ class Worker:
         with _nowhere():  # it belongs to no test
             self.process.start()
         theirs.close()
-        self.resting = False
+        self.resting = self.leaving = False
 
     def rest(self, timeout: float) -> None:
-        """Waits until it is ready for the next function; what the last one sent that nobody read is dropped."""
-        while not self.resting:
+        """Waits until it is done with its function; what that sent and nobody read is dropped."""
+        while not (self.resting or self.leaving):
             if not self.connection.poll(timeout):
                 raise Hang(f"process {self.process.pid} was not ready for another function within {timeout:g} s")
-            self.resting = self.connection.recv()[0] == "idle"
+            kind = self.connection.recv()[0]
+            self.resting, self.leaving = kind == "idle", kind == "leaving"
 
     def end(self) -> None:
         if self.process.is_alive():
@@ -245,7 +267,7 @@ class Pooled(Child):
         return unseen
 
     def _part(self) -> None:
-        if self._done and not self._spoilt:
+        if self._worker.resting and not self._spoilt:
             self._pool.give_back(self._worker)
         else:
             self._worker.end()
@@ -278,9 +300,9 @@ class Place:
                 session.create_event("warm", device="cuda").close()
             self._warm = True
 
-    def left(self, leaves: tuple[str, ...]) -> list[str]:
+    def left(self) -> list[str]:
         """What a test left, of files and processes."""
-        kept = (*KEPT, "broker.sock", "announce.sock", *leaves)
+        kept = (*KEPT, "broker.sock", "announce.sock")
         return self._runtime.leaks(kept, moment=2.0, at_home=self.broker.pid)
 
     def close(self, leaves: tuple[str, ...] = ()) -> list[str]:
@@ -301,22 +323,36 @@ class Shared:
         self.pool = Pool()
         self.place: Place | None = None
         self._given_up: list[str] = []
+        self._before: set[object] = set()
 
     def at(self) -> Place:
         if self.place is None:
             self.pool.counts["brokers"] += 1
             self.place = Place()
+        self._before = hold()
         return self.place
 
-    def problems(self, leaves: tuple[str, ...]) -> list[str]:
+    def problems(self, leaves: tuple[str, ...], *, failed: bool = False) -> list[str]:
         """After a test: what it left that no orderly end of the broker, and of its children, removes."""
         if self.place is None:
             return []
-        left = ["the broker is gone"] if self.place.broker.process.poll() is not None else self.place.left(leaves)
-        if not left and not leaves:
-            return []
-        self._given_up.append(left[0] if left else f"left on purpose: {leaves}")
-        return self._end(leaves)
+        if why := self._unfit(leaves, failed):
+            self._given_up.append(why)
+            return self._end(leaves)
+        return []
+
+    def _unfit(self, leaves: tuple[str, ...], failed: bool) -> str:
+        """Why the next test shall not have this broker."""
+        assert self.place is not None
+        if self.place.broker.process.poll() is not None:
+            return "it is gone"
+        if failed:
+            return "a test failed"  # what its traceback holds is not let go
+        if leaves:
+            return f"{leaves} are left on purpose"
+        if left := self.place.left():
+            return left[0]
+        return "" if let_go(self._before) else "its memory is still open here"
 
     def _end(self, leaves: tuple[str, ...]) -> list[str]:
         """The next test has another place, and other children: these may hold something there."""

@@ -83,6 +83,7 @@ def _reads(peer: Peer, name: str) -> list[int] | None:
 
 @pytest.mark.parametrize("name", CONSUMERS)
 @pytest.mark.watchdog(120)
+@pytest.mark.fresh("children")
 def test_it_reads_a_slot_without_a_copy(session: Session, spawn: Spawn, name: str) -> None:
     channel = session.create_channel("numbers", shape=(SIZE,), dtype="int32", depth=2, device="cuda")
     child = spawn(_reads, name)

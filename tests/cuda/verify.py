@@ -24,6 +24,7 @@ _MORE = ("test_pipeline_photos.py", "test_torch.py", "test_docs.py")
 PATHS = ("tests/cuda", "tests/conformance", "tests/faults", *(f"tests/integration/{name}" for name in _MORE))
 #: Less of what only takes long; what the environment says already stays.
 SHORT = {"IPCSYNC_ROUNDS": "200", "IPCSYNC_CYCLES": "2000", "IPCSYNC_JOINS": "8", "IPCSYNC_FAULT_BATCH": "4"}
+SHORT |= {"IPCSYNC_FAULT_CYCLES": "8", "IPCSYNC_FAULT_KILLS": "8", "IPCSYNC_FAULT_BROKER_KILLS": "3"}
 _LINE = r"^(passed|failed|skipped) \S+ [\d.]+ (?:setup [\d.]+ )?(\S+\.py::\S.*)$"
 KEPT = 65  # seconds kept for the tests that kill, under MPS
 LONG = {"IPCSYNC_ROUNDS": "1000", "IPCSYNC_CYCLES": "25000"}

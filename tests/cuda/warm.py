@@ -5,6 +5,7 @@ On a fresh machine every test process would compile the same kernels, all at onc
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -72,7 +73,8 @@ def main() -> None:
     """Every part in a process of its own, at once; what fails is said, and is no reason to stop."""
     began = time.monotonic()
     command = [sys.executable, "-m", "tests.cuda.warm"]
-    running = {part: subprocess.Popen([*command, part], stderr=subprocess.PIPE) for part in (*_TYPES, *PARTS)}
+    env = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # smaller contexts, of which there are many at once
+    running = {part: subprocess.Popen([*command, part], stderr=subprocess.PIPE, env=env) for part in (*_TYPES, *PARTS)}
     for part, process in running.items():
         _, said = process.communicate()
         if process.returncode:

@@ -172,6 +172,24 @@ def test_at_a_gpu_lost_ones_are_replaced_ahead(pool: Pool, monkeypatch: pytest.M
     assert [worker.process.is_alive() for worker in pool.idle] == [True, True]
 
 
+def holds(peer: Peer) -> str:
+    """Leaves memory of another process open, as seen in this one's backend."""
+    from types import SimpleNamespace
+
+    from ipcsync.backends import select
+
+    made = SimpleNamespace(_memories=SimpleNamespace(_opened={(0, b"handle"): 1}), _quarantine=SimpleNamespace(held=0))
+    select._made["cuda"] = made  # type: ignore[assignment]
+    return "returned"
+
+
+def test_a_process_that_cannot_let_go_leaves(pool: Pool) -> None:
+    child = pool.run(holds, (), cuda=False)
+    assert child.join() == "returned"
+    assert child.end() is None
+    assert pool.idle == []
+
+
 # -- the broker
 
 
@@ -201,6 +219,12 @@ def test_what_only_the_brokers_end_removes_ends_it(own: Shared) -> None:
 def test_what_even_that_leaves_is_a_leak_of_the_test(own: Shared) -> None:
     (own.at().path / "mem-planted").touch()
     assert own.problems(()) == ["file mem-planted was left in the runtime directory"]
+
+
+def test_a_failed_tests_broker_is_not_used_again(own: Shared) -> None:
+    own.at()
+    assert own.problems((), failed=True) == []
+    assert own.place is None
 
 
 def test_what_a_test_leaves_on_purpose_is_not_left_to_the_next(own: Shared) -> None:
