@@ -209,7 +209,7 @@ def encode_meta(meta: dict[str, Any], room: int, name: str) -> bytes:
         raise InvalidArgument(f"meta is a dict, not {type(meta).__name__}")
     try:
         raw = _encode(meta)
-    except (TypeError, OverflowError, ValueError) as error:
+    except (TypeError, OverflowError, ValueError, RecursionError) as error:
         raise InvalidArgument(f"meta holds what msgpack cannot say ({error}): use plain values") from None
     if len(raw) > room:
         raise MetaTooLarge(

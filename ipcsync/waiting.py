@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from . import bells, linux, trace
-from .errors import WaitTimeout
+from .errors import InvalidArgument, WaitTimeout
 
 if TYPE_CHECKING:
     from .host_waits import Waiting
@@ -98,6 +98,8 @@ class Deadline:
     def __init__(self, timeout: float | None) -> None:
         self.timeout = timeout
         self.at = None if timeout is None else time.monotonic() + timeout
+        if self.at != self.at:  # NaN: no moment is later
+            raise InvalidArgument("timeout is NaN: give seconds, or None for no deadline")
 
     def left(self, at_most: float = SLICE) -> float:
         """Seconds left, `at_most` that many; 0 when it has passed."""

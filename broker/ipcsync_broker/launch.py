@@ -136,7 +136,8 @@ def start(
             threading.Thread(target=child.wait, name="ipcsync-reaper", daemon=True).start()  # no zombie when it leaves
             return child
     child.wait()
-    said_last = (where / LOG).read_text(errors="replace").strip().splitlines()[-1:] if (where / LOG).exists() else []
+    said = (where / LOG).read_text(errors="replace").strip().splitlines()[-1:] if (where / LOG).exists() else []
+    said_last = [line.removeprefix("ipcsync broker: ") for line in said]
     if child.returncode == EXIT_RUNNING:
         raise errors.BrokerRunning(*said_last, pid=runtime.broker_pid(where) or 0)
     raise errors.BrokerUnavailable(f"the broker did not start (exit status {child.returncode}): {' '.join(said_last)}")
