@@ -37,6 +37,8 @@ NOWHERE = "/nonexistent/this-test-needs-the-runtime-fixture"
 KEEP = 4  # processes that wait for work; a test has seldom more children at once
 SPARE = 2  # at a GPU, so many are made ready ahead, while tests run
 READY = 50.0  # seconds until a process has its context, with several beside it
+#: Hardware queues of a child: a test's child uses few streams, and a GPU has not 32 queues for many contexts at once.
+_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
 _RELEVANT = re.compile(r"(CUDA|CUPY|PYTORCH|XLA|NCCL|PYTHON|LD_|IPCSYNC_)")
 #: A program that becomes the one it is given, and ends with us, should this process be ended in the middle of a test.
 _WITH_US = "import os, sys; from ipcsync import linux; linux.die_with_parent(9); os.execv(sys.argv[1], sys.argv[1:])"
@@ -57,6 +59,8 @@ def environment() -> dict[str, str]:
 
 # -- in the child
 
+_own: dict[str, str] = {}  # what stays in this process's environment
+
 
 @dataclass(frozen=True)
 class Task:
@@ -68,7 +72,7 @@ class Task:
 
     def __call__(self, peer: Peer) -> Any:
         os.environ.clear()
-        os.environ.update(self.environ)
+        os.environ.update(self.environ | _own)
         sys.path[:] = self.path
         fn, args = pickle.loads(self.pickled)
         with warnings.catch_warnings():
@@ -79,6 +83,7 @@ def _serve(connection: Connection, parent: int, cuda: bool) -> None:
     """Runs one function after the other, until one raises or nobody is there to ask."""
     begin(parent)
     if cuda:
+        _own.update(_QUEUES)  # as it began, whatever the test's process has
         _warm()
     try:
         while True:
@@ -142,8 +147,8 @@ class Worker:
         self.environment = environment()
         self.connection, theirs = _spawn.Pipe()
         self.process = _spawn.Process(target=_serve, args=(theirs, os.getpid(), cuda), daemon=False)
-        with _nowhere():  # it belongs to no test
-            self.process.start()
+        with _environ({**dict.fromkeys(_PER_TEST), "IPCSYNC_RUNTIME_DIR": NOWHERE, **(_QUEUES if cuda else {})}):
+            self.process.start()  # it belongs to no test
         theirs.close()
         self.resting = self.leaving = False
 
@@ -164,14 +169,12 @@ class Worker:
 
 
 @contextmanager
-def _nowhere() -> Iterator[None]:
-    before = {name: os.environ.pop(name, None) for name in _PER_TEST}
-    os.environ["IPCSYNC_RUNTIME_DIR"] = NOWHERE
-    try:
+def _environ(wanted: dict[str, str | None]) -> Iterator[None]:
+    """For a block, these variables (None: without)."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, text in wanted.items():
+            patch.delenv(name, raising=False) if text is None else patch.setenv(name, text)
         yield
-    finally:
-        del os.environ["IPCSYNC_RUNTIME_DIR"]
-        os.environ.update({name: text for name, text in before.items() if text is not None})
 
 
 class Pool:

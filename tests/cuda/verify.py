@@ -210,7 +210,8 @@ def _alone(servers: Servers, end: float, marks: str, options: argparse.Namespace
         try:
             done = subprocess.run(
                 _command("--tb=short", names[at]), capture_output=True, text=True, check=False,
-                env={**os.environ, "IPCSYNC_TEST_MPS": directory}, timeout=max(5.0, end - time.time()),
+                env={**os.environ, "IPCSYNC_TEST_MPS": directory, "IPCSYNC_TEST_POOL": "0"},
+                timeout=max(5.0, end - time.time()),
             )  # fmt: skip
             return names[at], done.returncode, done.stdout
         except subprocess.TimeoutExpired:

@@ -13,7 +13,7 @@ import ipcsync
 from ipcsync import errors
 
 from ..harness import Child, Peer, wait_until
-from ..pool import KEEP, Pool, Shared, Worker, shares
+from ..pool import KEEP, Pool, Shared, shares
 
 
 @pytest.fixture
@@ -164,12 +164,21 @@ def test_no_more_than_a_few_are_kept(pool: Pool) -> None:
 
 
 def test_at_a_gpu_lost_ones_are_replaced_ahead(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.pool.Worker", lambda cuda: Worker(False))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     child = pool.run(hears, (), cuda=True)
     assert child.recv() == "listening"
     child.kill()
     child.end()
     assert [worker.process.is_alive() for worker in pool.idle] == [True, True]
+
+
+def test_at_a_gpu_a_child_has_few_queues_and_says_so(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    child = pool.run(tells, ("CUDA_DEVICE_MAX_CONNECTIONS", "IPCSYNC_NAMESPACE"), cuda=True)
+    assert child.join()[1] == ["8", None]
+    child.end()
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
 
 
 def holds(peer: Peer) -> str:
