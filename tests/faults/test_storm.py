@@ -145,7 +145,7 @@ class Storm:
         self.broker.env = {}
         self.broker.start()
         before = Logs(self.folder).counts
-        until = time.monotonic() + 30
+        until = time.monotonic() + 90
         while time.monotonic() < until:
             self.bury()
             counts = Logs(self.folder).counts
