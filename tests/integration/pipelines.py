@@ -9,8 +9,10 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ..harness import TIMEOUT, Hang, wait_until
+from ..harness import Hang, wait_until
 
+#: Seconds for a step of a run: it starts many interpreters, and they may share two cores with other tests.
+PATIENCE = 120.0
 COMMAND = [sys.executable, "-c", "from ipcsync.cli import main; main()", "run"]
 HEAD = """
 [pipeline]
@@ -56,14 +58,14 @@ class Run:
                 raise AssertionError(f"the run ended with {self.process.returncode} before {pattern!r}\n{self.err}")
             return found
 
-        found = wait_until(look, f"{pattern!r} in the output")
+        found = wait_until(look, f"{pattern!r} in the output", PATIENCE)
         assert isinstance(found, re.Match)
         return found
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 
-    def end(self, timeout: float = TIMEOUT) -> int:
+    def end(self, timeout: float = PATIENCE) -> int:
         """Its exit status; what it said is shown if it hangs."""
         try:
             return self.process.wait(timeout)

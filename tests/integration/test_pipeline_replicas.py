@@ -11,6 +11,7 @@ import pytest
 
 from .pipelines import Run, channel, report, stage, starts
 
+pytestmark = pytest.mark.watchdog(300)
 STAGES = """
 import os, time
 from ipcsync_workers import per_item
@@ -232,6 +233,33 @@ def test_an_interrupt_finishes_what_replicas_have_begun(run, tmp_path):
     items = [each["items"] for each in report(tmp_path)["stages"].values()]
     assert items == [items[0]] * 3
     assert f"seen {items[0]} in order" in made.err
+
+
+# -- devices
+
+
+ON_GPU = [pytest.param("cuda", where, marks=pytest.mark.cuda) for where in ("cuda", "cpu")]
+
+
+@pytest.mark.parametrize(
+    ("device", "between"), [("cpu", "cpu"), pytest.param("cpu", "cuda", marks=pytest.mark.cuda), *ON_GPU]
+)
+def test_the_same_items_on_any_device(run, tmp_path, device, between):
+    """Stages on one device and a channel between them on another: what arrives is what its checksum says."""
+    filters, synthetic = "ipcsync_workers.stages.filters", "ipcsync_workers.stages.synthetic"
+    frames = 'shape = [32, 32]\ndtype = "uint8"\n'
+    made = run(
+        f'[channels.a]\n{frames}[channels.b]\n{frames}device = "{between}"\n'
+        + stage("one", f"{synthetic}:source", outputs="a", more="params = { items = 300 }")
+        + stage(
+            "two", f"{filters}:resize", inputs="a", outputs="b", more='replicas = 2\nparams = { method = "nearest" }'
+        )
+        + stage("three", f"{synthetic}:check", inputs="b"),
+        "--set",
+        f"pipeline.device={device}",
+    )
+    assert made.end() == 0, made.err
+    assert report(tmp_path)["stages"]["three"]["counts"] == {"checked": 300}
 
 
 # -- several inputs

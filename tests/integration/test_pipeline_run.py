@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from ..harness import files_of, processes_of, wait_until
-from .pipelines import Run, channel, report, stage, starts
+from .pipelines import PATIENCE, Run, channel, report, stage, starts
 
 SYNTHETIC = "ipcsync_workers.stages.synthetic"
+pytestmark = pytest.mark.watchdog(300)
 STAGES = """
 import os, time
 from ipcsync_workers import per_item
@@ -304,4 +305,4 @@ def test_the_workers_leave_when_the_supervisor_is_killed(run, runtime):
     assert len(processes_of(runtime)) >= 4
     made.process.kill()
     made.process.wait()
-    wait_until(lambda: processes_of(runtime) == [], "the end of the workers and their broker")
+    wait_until(lambda: processes_of(runtime) == [], "the end of the workers and their broker", PATIENCE)

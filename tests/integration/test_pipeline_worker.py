@@ -13,9 +13,10 @@ import pytest
 
 import ipcsync
 
-from ..harness import TIMEOUT, wait_until
-from .pipelines import HEAD, channel, stage
+from ..harness import wait_until
+from .pipelines import HEAD, PATIENCE, channel, stage
 
+pytestmark = pytest.mark.watchdog(300)
 COMMAND = [sys.executable, "-c", "from ipcsync.cli import main; main()", "worker"]
 STAGES = """
 import os, time
@@ -72,11 +73,11 @@ class Worker:
         return self._log.read_text()
 
     def saw(self, pattern: str) -> None:
-        wait_until(lambda: re.search(pattern, self.said) or self.process.poll() is not None, pattern)
+        wait_until(lambda: re.search(pattern, self.said) or self.process.poll() is not None, pattern, PATIENCE)
         assert re.search(pattern, self.said), self.said
 
     def end(self) -> int:
-        return self.process.wait(TIMEOUT)
+        return self.process.wait(PATIENCE)
 
 
 @pytest.fixture
@@ -227,7 +228,7 @@ def test_no_broker(runtime, start):
 
 
 def test_no_channel(broker, start):
-    worker = start("stages:listed", "--input", "nowhere", "--timeout", "0.2", "--device", "cpu")
+    worker = start("stages:listed", "--input", "nowhere", "--timeout", "5", "--device", "cpu")
     assert worker.end() == 1
     assert "nowhere" in worker.said
 
