@@ -121,3 +121,87 @@ def test_that_there_is_nothing_of_an_item_is_not_counted(port):
     port.begin(5, NOTHING, 1, 1, 0)
     assert port.settle(stands((1, 1))) == (5, NOTHING)
     assert port.items == 0
+
+
+class Model:
+    """Replicas, their rings and the reader that puts the items in order, one step of one of them at a time."""
+
+    def __init__(self, seed: int, board: Board, replicas: int, window: int) -> None:
+        self.random, self.board = random.Random(seed), board
+        self.gate, self.depth = Gate(board, [0], window), window
+        numbers = sorted(self.random.sample(range(1, 120), 60))  # with gaps, as writers leave that die
+        self.input = [Made(n, before) for before, n in zip([0, *numbers], numbers, strict=False)]
+        self.expected = [made.number for made in self.input if made.number % 7]  # of the others there is nothing
+        self.orphans: list[Made] = []
+        self.held: list[Made | None] = [None] * replicas
+        self.rings: list[list[Made]] = [[] for _ in range(replicas)]  # written, and not given back
+        self.read = [0] * replicas
+        self.order, self.got = Order(0), []
+        self.kills = 8
+
+    def step(self) -> bool:
+        """One thing that can happen happens; False if nothing can."""
+        moves = [(self.take, k) for k in range(len(self.held)) if self.held[k] is None and (self.orphans or self.input)]
+        moves += [(self.write, k) for k in range(len(self.held)) if self.may_write(k)]
+        moves += [(self.put_in_order, k) for k in range(len(self.rings)) if self.read[k] < len(self.rings[k])]
+        if not moves:
+            return False
+        if self.kills and self.random.random() < 0.05:
+            self.kill(self.random.randrange(len(self.held)))
+        else:
+            move, k = self.random.choice(moves)
+            move(k)
+        return True
+
+    def take(self, k: int) -> None:
+        self.held[k] = self.orphans.pop(0) if self.orphans else self.input.pop(0)
+
+    def may_write(self, k: int) -> bool:
+        made = self.held[k]
+        if made is None or len(self.rings[k]) == self.depth:
+            return False
+        try:
+            self.gate.wait(made, 0.0, "")
+        except WaitTimeout:
+            return False
+        return True
+
+    def write(self, k: int) -> None:
+        made = self.held[k]
+        assert made is not None
+        self.rings[k].append(made)
+        if self.kills and self.random.random() < 0.1:
+            self.kill(k)  # before it could give the item back: somebody does it again
+        self.held[k] = None
+
+    def kill(self, k: int) -> None:
+        made = self.held[k]
+        if made is not None:
+            self.kills -= 1
+            self.orphans = sorted([*self.orphans, made])
+            self.held[k] = None
+
+    def put_in_order(self, k: int) -> None:
+        made = self.rings[k][self.read[k]]
+        if self.order.add(made, (k, made)):
+            self.read[k] += 1
+        else:
+            self.rings[k].remove(made)
+        while (found := self.order.pop()) is not None:
+            (ring, made) = found[1]
+            if made.number % 7:
+                self.got.append(made.number)
+            self.rings[ring].remove(made)
+            self.read[ring] -= 1
+            self.board[0] = made.number
+
+
+@pytest.mark.parametrize(("replicas", "window"), [(2, 2), (3, 4), (5, 5), (4, 8)])
+def test_whoever_is_killed_when_everything_arrives_once_and_nobody_waits_for_ever(replicas, window):
+    for seed in range(12):
+        board = Board.create(1)
+        model = Model(seed, board, replicas, window)
+        while model.step():
+            pass
+        assert model.got == model.expected
+        board.close()
