@@ -305,7 +305,7 @@ class Place:
 
     def left(self) -> list[str]:
         """What a test left, of files and processes."""
-        kept = (*KEPT, "broker.sock", "announce.sock")
+        kept = (*KEPT, "broker.sock", "announce.sock", "pulse.sock")
         return self._runtime.leaks(kept, moment=2.0, at_home=self.broker.pid)
 
     def close(self, leaves: tuple[str, ...] = ()) -> list[str]:
@@ -319,13 +319,16 @@ class Place:
             self._runtime.remove()
 
 
+GONE, FAILED = "it is gone", "a test failed"
+
+
 class Shared:
     """What the tests of one pytest process share."""
 
     def __init__(self) -> None:
         self.pool = Pool()
         self.place: Place | None = None
-        self._given_up: list[str] = []
+        self._given_up: Counter[str] = Counter()  # why brokers were
         self._before: set[object] = set()
 
     def at(self) -> Place:
@@ -340,7 +343,9 @@ class Shared:
         if self.place is None:
             return []
         if why := self._unfit(leaves, failed):
-            self._given_up.append(why)
+            self._given_up[why] += 1
+            if why not in (GONE, FAILED):
+                self.pool.clear()  # it may be one of them who holds it
             return self._end(leaves)
         return []
 
@@ -348,9 +353,9 @@ class Shared:
         """Why the next test shall not have this broker."""
         assert self.place is not None
         if self.place.broker.process.poll() is not None:
-            return "it is gone"
+            return GONE
         if failed:
-            return "a test failed"  # what its traceback holds is not let go
+            return FAILED  # what its traceback holds is not let go
         if leaves:
             return f"{leaves} are left on purpose"
         if left := self.place.left():
@@ -358,14 +363,13 @@ class Shared:
         return "" if let_go(self._before) else "its memory is still open here"
 
     def _end(self, leaves: tuple[str, ...]) -> list[str]:
-        """The next test has another place, and other children: these may hold something there."""
-        self.pool.clear()
         place, self.place = self.place, None
         return place.close(leaves) if place is not None else []
 
     def close(self) -> list[str]:
+        self.pool.clear()
         return self._end(())
 
     def __str__(self) -> str:
         counts = ", ".join(f"{count} {what}" for what, count in sorted(self.pool.counts.items()))
-        return f"{counts or 'nothing'}; brokers given up: {self._given_up or 'none'}"
+        return f"{counts or 'nothing'}; brokers given up: {dict(self._given_up) or 'none'}"
