@@ -277,8 +277,10 @@ class Queue:
         """A channel keeps nothing for readers that are yet to come; a queue is expected to."""
         control = self.channel.control
         states = [control.reader(cell) + Cells.STATE for cell in range(control.max_readers)]
-        while not any(control.words[state] == Cells.ACTIVE for state in states):
-            self.session.check()
+        while True:
+            self.session.check()  # before its memory is looked at
+            if any(control.words[state] == Cells.ACTIVE for state in states):
+                return
             if deadline.left() == 0.0:
                 raise WaitTimeout(f"nobody gets from {self.name!r}: start a receiver", timeout=deadline.timeout)
             time.sleep(1e-3)

@@ -95,6 +95,11 @@ def test_a_lingering_broker_leaves_with_its_last_session(runtime: Path, clients:
     assert broker.process.wait(30) == 0
 
 
+def test_it_says_where_it_serves(broker: Broker, runtime: Path) -> None:
+    """Whoever starts it in a terminal sees that it is there."""
+    wait_until(lambda: f"serving {runtime}" in broker.log(), "the line")
+
+
 def test_sigterm_tells_everybody_and_leaves_in_order(broker: Broker, clients: Clients) -> None:
     listener, client = clients.listener(), clients.session()
     listener.until("tick")

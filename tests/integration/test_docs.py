@@ -70,7 +70,7 @@ def _run(page: Page, step: Step, folder: Path, env: dict[str, str]) -> None:
         command = [sys.executable, "-W", "error", program.name]
     else:
         command = ["bash", "-euo", "pipefail", "-c", step.code]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, f"{where} ended with status {done.returncode}\n{done.stdout}\n{done.stderr}"
     printed = iter(done.stdout.splitlines())
     for line in step.output:

@@ -37,7 +37,7 @@ def environment(device: str) -> dict[str, str]:
 
 
 def run(device: str, *command: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=cwd, env=environment(device), capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=cwd, env=environment(device), capture_output=True, text=True, timeout=170)
 
 
 def output(device: str, *command: str | Path) -> str:
