@@ -146,10 +146,13 @@ class Model:
         moves += [(self.put_in_order, k) for k in range(len(self.rings)) if self.read[k] < len(self.rings[k])]
         if not moves:
             return False
-        if self.kills and self.random.random() < 0.05:
-            self.kill(self.random.randrange(len(self.held)))
+        holders = [k for k, made in enumerate(self.held) if made is not None]
+        slowest = min(holders, key=lambda k: self.held[k] or Made(0, 0), default=-1)  # everybody waits for this one
+        others = [move for move in moves if move != (self.write, slowest)]
+        if self.kills and slowest >= 0 and self.random.random() < (0.05 if others else 0.5):
+            self.kill(slowest)  # when the others have written all they may, too
         else:
-            move, k = self.random.choice(moves)
+            move, k = self.random.choice(others if others and self.random.random() < 0.9 else moves)
             move(k)
         return True
 
