@@ -20,7 +20,7 @@ from .ledger import Cell
 from .ring import Buffer, Head
 from .slot import WriteSlot, encode_meta
 from .turns import Choice, publish
-from .waiting import UNSET, Deadline, Timeout, wait_word
+from .waiting import UNSET, Deadline, Timeout, slept, spin, wait_word
 from .wire import Empty, LeaveWriter, WriterReply
 
 if TYPE_CHECKING:
@@ -87,21 +87,26 @@ class Writer:
 
     def _claim(self, deadline: Deadline) -> tuple[int, list[tuple[int, int]]]:
         self._check()
-        with self._lock:
-            found = self._choice.pick()
+        found = self._pick()
         if found is not None:
             return found
         number = self._ledger[self._at + Cell.ISSUED] + 1
         with self.session.waits.host.of(SPACE, self._timeline.cell, number, self.channel.name) as waiting:
             return self._await_space(deadline, waiting.still)
 
+    def _pick(self) -> tuple[int, list[tuple[int, int]]] | None:
+        with self._lock:
+            return self._choice.pick()
+
     def _await_space(self, deadline: Deadline, still: Callable[[], None]) -> tuple[int, list[tuple[int, int]]]:
-        region, token = self._control.region, 0
+        region, token, asleep = self._control.region, 0, 0
+        found = spin(self._pick)
         while True:
             self._check()
-            with self._lock:
-                found = self._choice.pick()
+            found = found or self._pick()
             if found is not None:
+                if asleep:
+                    slept(time.monotonic_ns() - asleep)
                 return found
             left = deadline.left()
             if left == 0.0:
@@ -111,6 +116,7 @@ class Writer:
                     timeout=deadline.timeout,
                 )
             if token:  # announced before this look
+                asleep = asleep or time.monotonic_ns()
                 bells.sleep(region, Head.DOORBELL, token, left)
                 still()
                 self._look_for_deaths()

@@ -13,7 +13,7 @@ import enum
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from . import bells, linux, trace
 from .errors import InvalidArgument, WaitTimeout
@@ -35,6 +35,7 @@ UNSET = Unset.UNSET
 Timeout = float | None | Unset  # seconds
 
 SLICE = 0.05
+T = TypeVar("T")
 # A peer answers within microseconds. It may want this very core, where the kernel likes to put who was just woken.
 _LOOKS = range(3)
 
@@ -104,6 +105,22 @@ class Deadline:
     def left(self, at_most: float = SLICE) -> float:
         """Seconds left, `at_most` that many; 0 when it has passed."""
         return at_most if self.at is None else max(0.0, min(at_most, self.at - time.monotonic()))
+
+
+def spin(look: Callable[[], T | None]) -> T | None:
+    """What `look` finds within the time that this process spins; None if it has to sleep."""
+    yields, began, found = _spin.begin(), time.monotonic_ns(), None
+    while yields > 0 and found is None:
+        os.sched_yield()
+        found = look()
+        yields -= 4  # it takes longer than to look at a word
+    _spin.spun(time.monotonic_ns() - began)
+    return found
+
+
+def slept(nanoseconds: int) -> None:
+    """For who sleeps otherwise than in :func:`wait_word`: how long it was, so that the process learns from it."""
+    _spin.slept(nanoseconds)
 
 
 def wait_word(

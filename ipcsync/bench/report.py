@@ -25,16 +25,20 @@ def text(result: dict[str, Any]) -> str:
 def _table(table: dict[str, Any]) -> list[str]:
     rows, unit = table["rows"], f", {table['unit']}" if table["unit"] else ""
     ours = rows.get(table["ours"], {}).get("median")
-    compared = "" if ours is None else " ours is better by × |"
-    lines = [f"| {table['title']} | median{unit} | p99{unit} | least, most repeat |{compared}"]
-    lines.append("|---|---|---|---|" + ("" if ours is None else "---|"))
+    figures = [("median", f"median{unit}")]
+    if not table["more_is_better"]:  # of rates there is one a repeat
+        figures.append(("p99", f"p99{unit}"))
+    heads = [table["title"], *(head for _, head in figures), "least, most repeat"]
+    heads += [] if ours is None else ["ours is better by ×"]
+    lines = [_line(heads), "|" + "---|" * len(heads)]
     for name, row in rows.items():
-        line = f"| {name} | {number(row['median'])} | {number(row['p99'])} "
-        line += f"| {number(row['least'])}, {number(row['most'])} |"
-        if ours is not None:
-            line += f" {ratio(table, name):.2f} |"
-        lines.append(line)
+        cells = [name, *(number(row[key]) for key, _ in figures), f"{number(row['least'])}, {number(row['most'])}"]
+        lines.append(_line(cells if ours is None else [*cells, f"{ratio(table, name):.2f}"]))
     return lines
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def ratio(table: dict[str, Any], name: str) -> float:

@@ -19,7 +19,7 @@ from ipcsync import runtime
 from .contest import Missing, Stuck, Table, arena, summary
 
 PROCESSES = 4
-IDLE = 3.0  # seconds over which the broker's idle CPU is measured
+IDLE = 5.0  # seconds over which the broker's idle CPU is measured
 
 
 def _many(end: Connection, count: int, name: str) -> None:
@@ -52,8 +52,8 @@ def _heard(end: Connection, wanted: type = str) -> Any:
 
 
 def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """What a process has used so far, to the nanosecond: its CPU clock, which any process may read."""
+    return time.clock_gettime(~pid << 3 | 2)
 
 
 def rss_mib(pid: int) -> float:

@@ -70,7 +70,7 @@ def stages(*, quick: bool, missing: list[Missing]) -> list[Table]:
                     return []
                 seconds = json.loads(said.read_text())["seconds"]
                 took[f"ipcsync run, {n} stages between source and sink"].append(1e6 * seconds / items)
-    table = Table("pipeline", f"an item of {NBYTES // 1024} KiB through a pipeline", "µs", "in one process, 2 copies")
+    table = Table("pipeline", f"an item of {NBYTES // 1024} KiB through a pipeline", "µs")
     table.rows = {name: summary([[each] for each in times]) for name, times in took.items()}
     table.note = f"{items} items a run, started and ended workers not counted; {os.cpu_count()} cores"
     return [table]
