@@ -124,7 +124,7 @@ def hold() -> set[object]:
     """Others' GPU memory that this process has open, and how much it has still to let go: so long, new memory of the
     same process may come under the handle of the old."""
     backend = getattr(sys.modules.get("ipcsync.backends.select"), "_made", {}).get("cuda")
-    return set() if backend is None else {*backend._memories._opened, *range(backend._quarantine.held)}
+    return set() if backend is None else {*list(backend._memories._opened), *range(backend._quarantine.held)}
 
 
 def let_go(before: set[object]) -> bool:
