@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ import ipcsync
 
 from ..harness import Child
 
+Start = Callable[[Any, tuple[Any, ...]], Child]  # starts a process that runs a function
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 LIMITS = os.environ.get("IPCSYNC_FAULT_LIMITS") == "1"
 
@@ -44,12 +45,12 @@ def figures(what: str, seconds: Sequence[float], limit: float) -> None:
 
 
 @contextmanager
-def batch(count: int, fn: Any, *args: Any) -> Iterator[list[Child]]:
+def batch(start: Start, count: int, fn: Any, *args: Any) -> Iterator[list[Child]]:
     """That many new processes, which start together; each must say that it is ready. None outlives the block."""
     children: list[Child] = []
     try:
         for _ in range(count):
-            children.append(Child(fn, args))
+            children.append(start(fn, args))
         for child in children:
             assert child.recv(120) == "ready"
         yield children

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import struct
 import subprocess
@@ -99,3 +100,41 @@ def test_file_names_need_not_be_text_and_may_be_as_long_as_can_be(runtime, tmp_p
     assert done.returncode == 0, done.stderr.decode()
     assert len(os.listdir(tmp_path / "out")) == len(names)
     assert rb"passed over no\xffpicture.png" in done.stderr + done.stdout
+
+
+# -- waits
+
+
+def test_a_deadline_is_a_number(session):
+    event = session.create_event("event", device="cpu")
+    with pytest.raises(ipcsync.InvalidArgument, match="NaN"):
+        event.wait(timeout=float("nan"))
+
+
+def test_a_cancellation_that_meets_an_item_is_not_lost(session):
+    channel = session.create_channel("frames", shape=(1,), dtype="uint8", device="cpu")
+
+    async def take(reader):
+        async for _ in reader.slots_async():
+            pass
+
+    async def main():
+        with channel.reader() as reader:
+            task = asyncio.create_task(take(reader))
+            while not (wishes := session.waiter._wishes):
+                await asyncio.sleep(0)
+            wishes[0].future.set_result(None)  # what the waiter does when an item is there
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(task, TIMEOUT)
+
+    asyncio.run(main())
+
+
+def test_a_meta_too_deep_is_refused_as_other_metas_are(session):
+    channel = session.create_channel("frames", shape=(1,), dtype="uint8", device="cpu")
+    deep = {}
+    for _ in range(100_000):
+        deep = {"in": deep}
+    with channel.writer() as writer, pytest.raises(ipcsync.InvalidArgument), writer.slot(meta=deep):
+        pass

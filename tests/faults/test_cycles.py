@@ -17,6 +17,7 @@ from ipcsync import wire
 
 from ..harness import Broker, Peer, wait_until
 from .bench import DEVICES, asked, batch, say
+from .nest import starts
 
 CYCLES = asked("CYCLES", 50)
 BATCH = asked("BATCH", max(4, min(16, os.cpu_count() or 1)))
@@ -79,13 +80,14 @@ def size(path: Path) -> int:
 
 def cycle(count: int, device: str) -> None:
     done = 0
-    while done < count:
-        with batch(min(BATCH, count - done), use_everything, device) as victims:
-            for victim in victims:
-                done += 1
-                victim.send(done)
-                assert victim.recv(60) == 1
-                victim.kill()
+    with starts(device) as start:
+        while done < count:
+            with batch(start, min(BATCH, count - done), use_everything, device) as victims:
+                for victim in victims:
+                    done += 1
+                    victim.send(done)
+                    assert victim.recv(60) == 1
+                    victim.kill()
 
 
 @pytest.mark.watchdog(120 + 2 * CYCLES)

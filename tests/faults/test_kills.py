@@ -21,7 +21,8 @@ from ipcsync import Session
 from ipcsync.errors import IpcSyncError, PeerDied
 
 from ..harness import Child, Peer, wait_until
-from .bench import DEVICES, Bench, asked, batch, figures, say
+from .bench import DEVICES, Bench, Start, asked, batch, figures, say
+from .nest import starts
 
 Spawn = Callable[..., Child]
 KILLS = asked("KILLS", 12)
@@ -72,12 +73,19 @@ def waiter(peer: Peer, device: str, round: int) -> None:
 
 def kill_recorders(session: Session, spawn: Spawn, device: str, kills: int, size: int, gib: int) -> list[float]:
     """Seconds from each SIGKILL to each waiter's PeerDied."""
+    with starts(device) as start:
+        return _kill_recorders(session, spawn, start, device, kills, size, gib)
+
+
+def _kill_recorders(
+    session: Session, spawn: Spawn, start: Start, device: str, kills: int, size: int, gib: int
+) -> list[float]:
     waiters = [spawn(waiter, device, 2), spawn(waiter, device, 3)]  # an issued round, and one that never was
     for each in waiters:
         assert each.recv(60) == "ready"
     took: list[float] = []
     for first in range(0, kills, size):
-        with batch(min(size, kills - first), recorder, device, gib) as victims:
+        with batch(start, min(size, kills - first), recorder, device, gib) as victims:
             for number, victim in enumerate(victims, first):
                 event = session.create_event(f"e{number}", device=device)
                 victim.send(f"e{number}")
@@ -213,18 +221,19 @@ def test_what_a_killed_source_never_finished_is_never_confirmed(session: Session
         return found
 
     kills = 0
-    while kills < KILLS:
-        with batch(min(BATCH, KILLS - kills), source, device) as sources:
-            for each in sources:
-                kills += 1
-                before, _ = state()
-                each.send(kills * 1_000_000)
-                assert each.recv() == "writing"
-                wait_until(lambda before=before: state()[0] > before, f"an item of source {kills} (seed {seed})")
-                time.sleep(rng.uniform(0.0, 0.004))
-                each.kill()
-                if kills % 100 == 0:
-                    say(f"{kills} kills, {state()[0]} items confirmed")
+    with starts(device) as start:
+        while kills < KILLS:
+            with batch(start, min(BATCH, KILLS - kills), source, device) as sources:
+                for each in sources:
+                    kills += 1
+                    before, _ = state()
+                    each.send(kills * 1_000_000)
+                    assert each.recv() == "writing"
+                    wait_until(lambda before=before: state()[0] > before, f"an item of source {kills} (seed {seed})")
+                    time.sleep(rng.uniform(0.0, 0.004))
+                    each.kill()
+                    if kills % 100 == 0:
+                        say(f"{kills} kills, {state()[0]} items confirmed")
     confirmed, told = state()
     say(f"chain, {device}: {kills} kills, {confirmed} items confirmed and right, {told} times told of a death")
     assert confirmed >= kills
