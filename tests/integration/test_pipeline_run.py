@@ -96,7 +96,7 @@ def once(stage):
 
 @pytest.fixture
 def run(runtime: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    yield from starts(tmp_path, STAGES)
+    yield from starts(tmp_path, STAGES + PEER)
 
 
 LINE = channel("a") + channel("b") + stage("one", "numbers", outputs="a")
@@ -250,6 +250,36 @@ def test_a_worker_that_is_killed_is_started_again(run, tmp_path, victim):
     found = report(tmp_path)["stages"]
     assert {name: each["restarts"] for name, each in found.items()} == {name: int(name == victim) for name in found}
     assert [each["missed"] for each in found.values()] == [0, 0, 0]  # what was written was read
+
+
+PEER = """
+def bereaved(stage):
+    from ipcsync.errors import PeerDied
+    for slot in stage.input.slots():
+        with stage.output.slot(meta=slot.meta) as out:
+            out.array[...] = slot.array
+        if slot.meta["n"] == 3 and not stage.restarts:
+            raise PeerDied("as on a GPU, where what was made of a dead one's items is condemned", session="one", pid=1)
+"""
+
+
+def test_a_stage_that_a_death_before_it_took_along_is_started_again_too(run, tmp_path):
+    again = 'restart = "on-failure"\nrestart_delay = 0.01'
+    text = LINE.replace('call = "stages:numbers"', f'call = "stages:numbers"\n{again}')
+    text += stage("two", "bereaved", inputs="a", outputs="b", more=again) + stage("three", "listed", inputs="b")
+    made = run(text, "--set", "stages.one.params.items=50")
+    assert made.end() == 0, made.err
+    assert "three | seen 50 in order" in made.err
+    found = report(tmp_path)["stages"]
+    assert (found["two"]["restarts"], found["two"]["repeated"], found["three"]["missed"]) == (1, 1, 0)
+
+
+def test_a_death_that_nobody_mends_stops_what_reads_from_it(run, tmp_path):
+    text = LINE + stage("two", "bereaved", inputs="a", outputs="b", more='restart = "on-failure"')
+    made = run(text + stage("three", "listed", inputs="b"))
+    assert made.end() == 1
+    found = report(tmp_path)
+    assert (found["stages"]["two"]["restarts"], found["stages"]["two"]["state"]) == (0, "stopped")
 
 
 def test_a_stage_that_goes_on_failing_ends_the_run(run, tmp_path):

@@ -54,11 +54,13 @@ class Done(Struct, tag=True):
 
 
 class Failed(Struct, tag=True):
-    """Worker to supervisor, last. ``consequence``: it failed because another stage did, or was told to stop."""
+    """Worker to supervisor, last. ``consequence``: it failed because another stage did, or was told to stop, and is not
+    started again for that. ``peer``: because another one died."""
 
     traceback: str
     consequence: bool
     counts: dict[str, int] = {}
+    peer: bool = False
 
 
 FromWorker = Ready | Done | Failed

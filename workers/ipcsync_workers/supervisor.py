@@ -57,6 +57,7 @@ class StageRun:
         self.restart_at: float | None = None
         self.state = "starting"  # running, restarting, done, stopped (because of another), failed
         self.error = ""
+        self.blamed = True  # its last failure was its own, and not that of a stage before it
         self.counts: dict[str, int] = {}
         self.ended = 0.0  # time.monotonic() when it ended
 
@@ -245,7 +246,7 @@ class Supervisor:
         if isinstance(outcome, messages.Done):
             self._end(stage, "done")
             return
-        stage.error = outcome.traceback
+        stage.error, stage.blamed = outcome.traceback, not outcome.peer
         if self.mps and "DeviceLost" in outcome.traceback:
             # A client that died in the middle of a kernel took everybody's context along, the broker's memory too:
             # nothing of this run can be mended, all of it has to be started again.
@@ -315,7 +316,7 @@ class Supervisor:
             for stage in self.stages.values():
                 if stage.state == "restarting":
                     stage.restart_at = None
-                    self._end(stage, "failed")
+                    self._end(stage, "failed" if stage.blamed else "stopped")
             self._signal_all(signal.SIGTERM)
 
     def _signal_all(self, number: int) -> None:

@@ -63,7 +63,7 @@ def main(fd: int) -> int:
             stack.callback(trace.stop)
             _work(plan, end, counters, board, counts, stack)
     except BaseException as error:
-        messages.send(end, _failure(error, counts))
+        messages.send(end, _failure(error, counts, plan))
         return 1
     messages.send(end, messages.Done(counts))
     return 0
@@ -97,7 +97,7 @@ def _work(
     # Readers are given back after the writers are: a failed stage ends its outputs first.
     readers = [join(worker, each, stage, stack, policy=plan.policy) for each in worker.inputs]
     if plan.keep_open:
-        stack.push(_abandon)
+        stack.push(lambda kind, error, where: _abandon(error, plan))
     for output in worker.outputs:
         lead(worker, output, stage, stack, counters, board, again=plan.again, keep_open=plan.keep_open)
     if plan.restarts:
@@ -109,7 +109,7 @@ def _work(
         """Before the channels are left: nobody hears of the consequences of this failure before the failure."""
         counts.update(stage.counts)
         if error is not None:
-            messages.send(end, _failure(error, counts))
+            messages.send(end, _failure(error, counts, plan))
 
     stack.push(tell)
     messages.send(end, messages.Ready())
@@ -120,10 +120,10 @@ def _work(
             port.finish()
 
 
-def _abandon(kind: type[BaseException] | None, error: BaseException | None, where: Any) -> None:
+def _abandon(error: BaseException | None, plan: messages.Plan) -> None:
     """A failed stage that is to be started again keeps what it had taken, so that it is given to it once more: to give
     its readers back in order would give the items back too. The broker frees what a process that is gone held."""
-    if error is not None and not _failure(error, {}).consequence:
+    if error is not None and not _failure(error, {}, plan).consequence:
         trace.stop()
         sys.stdout.flush()
         os._exit(1)
@@ -146,13 +146,17 @@ def _listen(end: socket.socket, stages: list[Stage], draining: threading.Event, 
     os._exit(1)
 
 
-def _failure(error: BaseException, counts: dict[str, int]) -> messages.Failed:
+def _failure(error: BaseException, counts: dict[str, int], plan: messages.Plan) -> messages.Failed:
     reached: BaseException | None = error
     while reached is not None:  # told to stop, and whatever else came up on the way out
         if isinstance(reached, Stopped | SessionClosed):
             return messages.Failed("", True, counts)
         reached = reached.__cause__ or reached.__context__
-    return messages.Failed(explain(error), isinstance(error, PeerDied), counts)
+    peer = isinstance(error, PeerDied)
+    # On a GPU what is made of a dead stage's unfinished items is condemned with them: where that one is started again,
+    # so must this one be.
+    mended = plan.keep_open and any(each.patient for each in plan.worker.inputs)
+    return messages.Failed(explain(error), peer and not mended, counts, peer)
 
 
 def explain(error: BaseException) -> str:
