@@ -27,7 +27,8 @@ from .life import LifeFile, seen
 from .link import Link
 from .shm import Region
 from .stream import Stream, resolve, resolve_any
-from .timeline import Timeline, WaitTable, verdict_error
+from .timeline import Timeline, verdict_error
+from .wait_table import WaitTable
 from .waiting import UNSET, Deadline, Timeout, Unset, wait_word
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ import pytest
 from ipcsync import condemn, errors, linux
 from ipcsync.backends.host import HostBackend
 from ipcsync.ledger import FOREVER, Block, Cell
-from ipcsync.timeline import Timeline, WaitTable
+from ipcsync.timeline import Timeline
+from ipcsync.wait_table import WaitTable
 from ipcsync.waiting import Deadline
 
 from .test_condemn import CULPRIT, Page
