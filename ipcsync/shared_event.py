@@ -125,8 +125,9 @@ class SharedEvent:
         """The host waits until `round` is complete and true: a commit point."""
         timeline = self._timeline
         n = timeline.resolve(round)
-        if self._closed or not timeline.complete(n):
+        if self._closed:
             self._check()
+        if not timeline.complete(n):
             timeline.wait_host(n, self.session.deadline(timeout))
 
     async def synchronize_async(self, *, round: int | None = None, timeout: Timeout = UNSET) -> None:
