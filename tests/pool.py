@@ -43,6 +43,7 @@ _RELEVANT = re.compile(r"(CUDA|CUPY|PYTORCH|XLA|NCCL|PYTHON|LD_|IPCSYNC_)")
 #: A program that becomes the one it is given, and ends with us, should this process be ended in the middle of a test.
 _WITH_US = "import os, sys; from ipcsync import linux; linux.die_with_parent(9); os.execv(sys.argv[1], sys.argv[1:])"
 _PER_TEST = ("IPCSYNC_RUNTIME_DIR", "IPCSYNC_NAMESPACE")
+_OF_TORCH = "CUDA_MODULE_LOADING"  # which it sets as it starts, to CUDA's own default
 
 
 def shares(item: pytest.Item, what: str) -> bool:
@@ -54,7 +55,8 @@ def shares(item: pytest.Item, what: str) -> bool:
 
 def environment() -> dict[str, str]:
     """What a process reads once, if at all: a child that needs it otherwise needs another process."""
-    return {name: text for name, text in os.environ.items() if _RELEVANT.match(name) and name not in _PER_TEST}
+    apart = {*_PER_TEST, _OF_TORCH}
+    return {name: text for name, text in os.environ.items() if _RELEVANT.match(name) and name not in apart}
 
 
 # -- in the child
