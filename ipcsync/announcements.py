@@ -133,7 +133,8 @@ class Watch:
                     return named
                 self._sleeper = loop, future
             try:
-                await asyncio.wait_for(future, None if deadline.at is None else deadline.left(1e9))
+                async with asyncio.timeout(None if deadline.at is None else deadline.left(1e9)):
+                    await future
             except TimeoutError:
                 raise self._late(deadline) from None
 

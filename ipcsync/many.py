@@ -109,7 +109,8 @@ class Waiter:
         self._ring()
         try:
             left = None if deadline.at is None else deadline.left(1e9)
-            await asyncio.wait_for(wish.future, left)
+            async with asyncio.timeout(left):  # wait_for loses a cancellation that meets a result, before Python 3.12
+                await wish.future
         except TimeoutError:
             raise WaitTimeout(f"{what} did not come within {deadline.timeout:g} s", timeout=deadline.timeout) from None
         finally:
