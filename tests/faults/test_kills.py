@@ -18,7 +18,7 @@ import pytest
 
 import ipcsync
 from ipcsync import Session
-from ipcsync.errors import IpcSyncError, PeerDied
+from ipcsync.errors import IpcSyncError, PeerDied, WaitTimeout
 
 from ..harness import Child, Peer, wait_until
 from .bench import DEVICES, Bench, Start, asked, batch, figures, say
@@ -183,10 +183,15 @@ def sink(peer: Peer, device: str) -> None:
             if peer.recv() is None:
                 break
             peer.send((confirmed, told))
-        if not session.select([reader], timeout=0.05):
+        try:
+            slot = reader.get(stream, timeout=0.05)
+        except WaitTimeout:
+            continue
+        except PeerDied:
+            told += 1
             continue
         try:
-            with reader.get(stream) as slot:
+            with slot:
                 bench.add(stream, slot.array, copy)
                 slot.confirm(timeout=25.0)
                 expected = slot.meta["value"] + HOPS
