@@ -79,6 +79,7 @@ class Link(threading.Thread):
         self._ending = False
         self._ended: errors.IpcSyncError | None = None
         self._greeting: _Call | None = None
+        self._pulse: zmq.Socket[bytes] | None = None
         self._greet_at = self._greeted_at = 0.0
         self._life = self._at = self._number = 0
         self.boot = b""
@@ -223,6 +224,8 @@ class Link(threading.Thread):
             if refused is not None:
                 dealer.disable_monitor()
                 refused.close()
+            if self._pulse is not None:
+                self._pulse.close()
             dealer.close()
             context.term()
             os.close(self._bell)
@@ -296,9 +299,24 @@ class Link(threading.Thread):
             if self._greeting is None:
                 self._ids += 1
             id = self._ids if self._greeting is None else self._greeting.id
-        self._greeting = _Call(id, "hello", self._hello(), None)
+        hello = self._hello()
+        if hello.lock and self._pulse is None:
+            self._pulse = self._beside(dealer.context, hello.lock)
+        self._greeting = _Call(id, "hello", hello, None)
         self._greet_at, self._greeted_at = 0.0, time.monotonic()
         self._send(dealer, self._greeting)
+
+    def _beside(self, context: zmq.Context[zmq.Socket[bytes]], lock: str) -> zmq.Socket[bytes]:
+        """A connection that nothing is said over: the broker, which cannot see our process, sees by libzmq's heartbeats
+        that it is not stopped, even while Python's lock is held for long."""
+        made = context.socket(zmq.DEALER)
+        made.setsockopt(zmq.LINGER, 0)
+        made.setsockopt(zmq.PROBE_ROUTER, 1)
+        made.setsockopt(zmq.ROUTING_ID, lock.encode())
+        made.setsockopt(zmq.RECONNECT_IVL, 50)
+        made.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        made.connect(runtime.pulse_endpoint(self.directory))
+        return made
 
     def _receive(self, dealer: zmq.Socket[bytes]) -> None:
         while True:

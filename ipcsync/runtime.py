@@ -17,11 +17,13 @@ from . import config, linux
 from .errors import BrokerRunning, BrokerUnavailable, PermissionDenied, RuntimeDirectory
 
 LOCK, SOCKET, ANNOUNCE, LEDGER, JOURNAL = "broker.lock", "broker.sock", "announce.sock", "ledger", "journal"
+PULSE = "pulse.sock"  # where those in other pid namespaces show that they are not stopped
 EVENTS = "l1"  # folder of host events that need no broker
 _KINDS = {
     LOCK: stat.S_IFREG,
     SOCKET: stat.S_IFSOCK,
     ANNOUNCE: stat.S_IFSOCK,
+    PULSE: stat.S_IFSOCK,
     LEDGER: stat.S_IFREG,
     JOURNAL: stat.S_IFREG,
     EVENTS: stat.S_IFDIR,
@@ -155,6 +157,11 @@ def broker_endpoint(directory: Path) -> str:
 def announce_endpoint(directory: Path) -> str:
     """Where announcements come from."""
     return f"ipc://{directory / ANNOUNCE}"
+
+
+def pulse_endpoint(directory: Path) -> str:
+    """Where a connection says that its process is not stopped: libzmq answers heartbeats without Python."""
+    return f"ipc://{directory / PULSE}"
 
 
 def broker_pid(directory: Path) -> int | None:

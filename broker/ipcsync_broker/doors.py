@@ -16,16 +16,18 @@ many. The monitor holds at most ``UNSEEN`` events, then libzmq waits for us to l
 from __future__ import annotations
 
 import os
+import re
 import resource
 import socket
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from ipcsync import errors, keys, wire
+from ipcsync import errors, keys, life, wire
 
 from .logs import LOG
 
@@ -91,6 +93,11 @@ class Listener(Inlet):
 
     def _failures(self) -> int:
         return zmq.EVENT_ACCEPT_FAILED
+
+    @property
+    def due(self) -> bool:
+        """Whether there may be something to look at."""
+        return self.monitor.stirred
 
     def _bind(self) -> None:
         """At an ``ipc://`` endpoint, which only those can reach who may enter its directory."""
@@ -163,6 +170,54 @@ class Publisher(Listener):
 
     def send(self, topic: bytes, payload: bytes) -> None:
         self.socket.send_multipart([topic, payload], zmq.NOBLOCK)
+
+
+class Pulse(Listener):
+    """Where sessions in other pid namespaces stay connected, each under the name of its file (``life.py``). libzmq asks
+    and answers heartbeats by itself: whoever does not answer is stopped, and its connection is closed.
+
+    A client's libzmq sends an empty message whenever it has connected (ZMQ_PROBE_ROUTER). Nothing is sent to it: what
+    it did not read would keep its libzmq from reading heartbeats."""
+
+    def __init__(self, context: Context, endpoint: str, uids: frozenset[int], most: int) -> None:
+        super().__init__(context.socket(zmq.ROUTER), endpoint, most, QUEUE)
+        for option, value in (
+            (zmq.ROUTER_HANDOVER, 1),
+            (zmq.HEARTBEAT_IVL, 500),
+            (zmq.HEARTBEAT_TIMEOUT, 2000),
+            *((IPC_FILTER_UID, uid) for uid in uids),
+        ):
+            self.socket.setsockopt(option, value)
+        self._bind()
+        self._of: dict[str, int] = {}  # name -> the descriptor of its last connection
+
+    @property
+    def due(self) -> bool:
+        return self.stirred or self.monitor.stirred
+
+    def look(self) -> None:
+        probes = list(self._probes())  # before the events: a descriptor's end was told before it was used again
+        super().look()
+        self._of |= {name: fd for name, fd in probes if fd in self.connected}
+
+    def _probes(self) -> Iterator[tuple[str, int]]:
+        for _ in range(QUEUE):
+            if not self.readable():
+                return
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                name = bytes(frames[0].buffer).decode("ascii")
+            except (zmq.Again, UnicodeDecodeError):
+                continue
+            if re.fullmatch(life.PATTERN, name) and (name in self._of or len(self._of) < _SAID):
+                yield name, int(frames[-1].get("__fd"))
+
+    def lost(self, name: str) -> bool:
+        """Whether it was connected, and is no longer."""
+        return name in self._of and self._of[name] not in self.connected
+
+    def forget(self, name: str) -> None:
+        self._of.pop(name, None)
 
 
 class Door(Listener):

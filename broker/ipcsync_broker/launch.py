@@ -118,6 +118,7 @@ def start(
     pid = runtime.broker_pid(where)
     if pid is not None:
         raise errors.BrokerRunning(f"a broker (pid {pid}) already serves {where}", pid=pid)
+    linux.keep_standard_descriptors()
     read, write = os.pipe()
     command = [sys.executable, "-m", "ipcsync_broker", "--runtime-dir", str(where), "--ready-fd", str(write), *options]
     with open(where / LOG, "ab", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o600)) as said:
@@ -136,8 +137,8 @@ def start(
             threading.Thread(target=child.wait, name="ipcsync-reaper", daemon=True).start()  # no zombie when it leaves
             return child
     child.wait()
-    said = (where / LOG).read_text(errors="replace").strip().splitlines()[-1:] if (where / LOG).exists() else []
-    said_last = [line.removeprefix("ipcsync broker: ") for line in said]
+    lines = (where / LOG).read_text(errors="replace").strip().splitlines()[-1:] if (where / LOG).exists() else []
+    said_last = [line.removeprefix("ipcsync broker: ") for line in lines]
     if child.returncode == EXIT_RUNNING:
         raise errors.BrokerRunning(*said_last, pid=runtime.broker_pid(where) or 0)
     raise errors.BrokerUnavailable(f"the broker did not start (exit status {child.returncode}): {' '.join(said_last)}")

@@ -415,6 +415,10 @@ class Facts(Protocol):
         """Pid of the process that holds a session's file locked, 0 if that cannot be told; None: it is gone."""
         ...
 
+    def silent(self, lock: str) -> bool:
+        """The process that holds this file answers no heartbeats any more, and once did: it is stopped."""
+        ...
+
     def process(self, pid: int) -> tuple[str, int, int] | None:
         """(state letter, start time, uid) of a process; None when gone."""
         ...

@@ -40,6 +40,8 @@ from .model import (
 if TYPE_CHECKING:
     from ipcsync.backends.base import Backend, Memory, RawEvent
 
+    from .doors import Pulse
+
 LARGE = 1 << 20  # bytes from which an allocation is not made on the loop
 CUDA_EVENTS = 4096  # live interprocess events of one process: CUDA's own limit
 
@@ -66,6 +68,7 @@ class Resources:
     def __init__(self, directory: Path, ledger: Ledger) -> None:
         self.directory, self.ledger = directory, ledger
         self.words = ledger.words
+        self.pulse: Pulse | None = None  # the server's
         self.controls: dict[int, ring.Control] = {}  # by incarnation
         self.memory: dict[int, Memory] = {}
         self.events: dict[int, RawEvent] = {}
@@ -125,6 +128,9 @@ class Resources:
 
     def holder(self, lock: str) -> int | None:
         return life.holder(self.directory / lock) if lock else 0
+
+    def silent(self, lock: str) -> bool:
+        return bool(lock) and self.pulse is not None and self.pulse.lost(lock)
 
     def process(self, pid: int) -> tuple[str, int, int] | None:
         found = linux.process_state(pid)
@@ -341,6 +347,8 @@ class Resources:
         for path in self.directory.glob(f"smem-{session.number}-*"):
             path.unlink(missing_ok=True)
         if session.lock:
+            if self.pulse is not None:
+                self.pulse.forget(session.lock)
             (self.directory / session.lock).unlink(missing_ok=True)
         if process_gone:
             host_events.sweep(self.directory)

@@ -24,7 +24,7 @@ import zmq
 from ipcsync import errors, keys, linux, runtime, wire
 from ipcsync.ledger import Block, Header
 
-from .doors import Door, Gate, Inlet, KeyedDoor, Listener, Publisher, connections
+from .doors import Door, Gate, Inlet, KeyedDoor, Listener, Publisher, Pulse, connections
 from .journal import Journal
 from .logs import LOG, announced
 from .model import (
@@ -89,15 +89,16 @@ class Server:
         self.doors: dict[bytes, Door] = {}
         self.inlets: dict[int, Inlet] = {}
         self.context.set(zmq.MAX_SOCKETS, 65_536)
-        most = connections(2 if tcp is None else 3, state.quotas.sessions)
+        most = connections(3 if tcp is None else 4, state.quotas.sessions)
         if tcp is not None:  # first: it may be refused
             self.doors[KeyedDoor.tag] = door = KeyedDoor(self.context, tcp, keys.folder(), most)
             self.inlets[door.gate.fd] = door.gate
             LOG.info("also at %s, with the public key %s", door.endpoint, door.public)
         self.doors[Door.tag] = Door(self.context, runtime.broker_endpoint(directory), state.uids, most)
         self.pub = Publisher(self.context, runtime.announce_endpoint(directory), state.uids, most)
-        self.listeners: list[Listener] = [*self.doors.values(), self.pub]
-        self.inlets |= {each.fd: each for each in self.doors.values()}
+        resources.pulse = Pulse(self.context, runtime.pulse_endpoint(directory), state.uids, most)
+        self.listeners: list[Listener] = [*self.doors.values(), self.pub, resources.pulse]
+        self.inlets |= {each.fd: each for each in (*self.doors.values(), resources.pulse)}
         self.inlets |= {each.monitor.fd: each.monitor for each in self.listeners}
         self.ours = self._inodes()
         for fd in self.inlets:
@@ -142,7 +143,7 @@ class Server:
 
     def _inodes(self) -> dict[str, int]:
         found = {}
-        for name in (runtime.LEDGER, runtime.SOCKET, runtime.ANNOUNCE):
+        for name in (runtime.LEDGER, runtime.SOCKET, runtime.ANNOUNCE, runtime.PULSE):
             try:
                 found[name] = os.stat(self.directory / name, follow_symlinks=False).st_ino
             except OSError:
@@ -179,7 +180,7 @@ class Server:
     def _receive(self) -> None:
         """Reads what is there, up to a burst."""
         for listener in self.listeners:
-            if listener.monitor.stirred:
+            if listener.due:
                 listener.look()  # first: who is too many is not read
         for inlet in self.inlets.values():
             if not inlet.stirred:
@@ -383,7 +384,7 @@ class Server:
             self._unwatch(number)
         self.poller.close()
         os.close(self.bell)
-        for path in (runtime.SOCKET, runtime.ANNOUNCE) if self.lock.held() else ():
+        for path in (runtime.SOCKET, runtime.ANNOUNCE, runtime.PULSE) if self.lock.held() else ():
             (self.directory / path).unlink(missing_ok=True)
 
 

@@ -254,6 +254,8 @@ def look_after(state: State) -> None:
 def _stopped(state: State, session: Session) -> bool:
     """A process that holds the GIL for long is not stopped, and not dead."""
     pid = local_pid(state, session)
+    if pid == 0:
+        return state.facts.silent(session.lock)
     found = state.facts.process(pid) if pid else None
     return found is not None and found[0] in "Tt"
 

@@ -26,7 +26,7 @@ from .resources import Resources, failpoint
 from .server import log
 from .state import State
 
-_OURS = re.compile(r"ledger|journal(\.new)?|broker\.sock|announce\.sock|(ctl|mem)-\d+|smem-\d+-.+")
+_OURS = re.compile(r"ledger|journal(\.new)?|broker\.sock|announce\.sock|pulse\.sock|(ctl|mem)-\d+|smem-\d+-.+")
 
 
 @dataclass

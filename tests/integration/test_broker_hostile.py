@@ -180,7 +180,7 @@ def test_bytes_that_are_no_zmtp_and_a_frame_too_large(broker: Broker, runtime: P
     rng = random.Random(SEED)
     try:
         live = clients.session("live")
-        for name in ("broker.sock", "announce.sock"):
+        for name in ("broker.sock", "announce.sock", "pulse.sock"):
             for size in (0, 1, 9, 64, 70, 100_000):
                 with socket.socket(socket.AF_UNIX) as raw:
                     raw.connect(str(runtime / name))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ipcsync import PeerDied, Session, ask
+from ipcsync import PeerDied, ask, connect
 
 from ..harness import TIMEOUT, Broker, Hang, wait_until
 
@@ -193,15 +193,37 @@ with ipcsync.connect(name="stopped") as session:
 """
 
 
-def test_a_broker_above_sees_a_stop(broker: Broker, inside: list[Inside], session: Session) -> None:
-    stopped = Inside(STOPPED)
-    inside.append(stopped)
-    assert stopped.says() == "ready"
-    event = session.open_event("e")
-    os.kill(stopped.pid, signal.SIGSTOP)
-    with pytest.raises(PeerDied) as caught:
-        event.synchronize(round=2, timeout=None)
-    assert caught.value.fields["session"] == "stopped"
+BUSY = """
+import ctypes, sys, ipcsync
+with ipcsync.connect(name="busy") as session:
+    event = session.create_event("busy", device="cpu")
+    event.record()
+    print("ready", flush=True)
+    sys.stdin.readline()
+    ctypes.PyDLL(None).sleep(8)  # with the GIL held
+    event.record()
+    print("recorded", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.watchdog(120)
+def test_a_stop_is_seen_and_a_long_computation_is_none(somewhere: Path, inside: list[Inside]) -> None:
+    """By the process's state where the broker sees it, else by heartbeats that ZeroMQ answers without Python."""
+    stopped, busy = Inside(STOPPED), Inside(BUSY)
+    inside += [stopped, busy]
+    assert (stopped.says(), busy.says()) == ("ready", "ready")
+    with connect() as session:
+        event, long = session.open_event("e"), session.open_event("busy")
+        busy.go_on()
+        os.kill(stopped.pid, signal.SIGSTOP)
+        with pytest.raises(PeerDied) as caught:
+            event.synchronize(round=2, timeout=None)
+        assert caught.value.fields["session"] == "stopped"
+        long.synchronize(round=2, timeout=None)
+        assert busy.says() == "recorded"
+        busy.go_on()
+        assert busy.process.wait(TIMEOUT) == 0
     os.kill(stopped.pid, signal.SIGCONT)
     stopped.go_on()
     assert stopped.says() == "StaleHandle"

@@ -348,7 +348,7 @@ def test_a_process_of_another_uid_is_no_session(broker: Broker) -> None:
 
 # -- planted
 
-FIXED = ["broker.lock", "broker.sock", "announce.sock", "ledger", "journal", "l1"]
+FIXED = ["broker.lock", "broker.sock", "announce.sock", "pulse.sock", "ledger", "journal", "l1"]
 
 
 def right(name: str) -> str:

@@ -63,6 +63,7 @@ class World:
         self.dead_blocks: set[int] = set()
         self.closed_blocks: set[int] = set()
         self.holders: dict[str, int | None] = {}  # who holds a session's file locked
+        self.stopped: set[str] = set()  # whose heartbeats are not answered
         self.waits: set[int] = set()  # blocks with device waits outstanding
         self.blocks: dict[int, str] = {}
         self.beats: dict[int, int] = {}
@@ -149,6 +150,9 @@ class World:
 
     def holder(self, lock: str) -> int | None:
         return self.holders.get(lock, 0)
+
+    def silent(self, lock: str) -> bool:
+        return lock in self.stopped
 
     def process(self, pid: int) -> tuple[str, int, int] | None:
         return self.processes.get(pid)

@@ -351,6 +351,20 @@ def test_a_process_of_a_namespace_below_ours_is_seen_stopped(world: World) -> No
     assert world.state.sessions[3].leased_out
 
 
+def test_in_a_namespace_that_is_not_seen_heartbeats_say_who_is_stopped(world: World) -> None:
+    world.holders[LOCK] = 0
+    world.hello(b"c", 1, pid_namespace=1, lock=LOCK)
+    world.call(b"c", "create_event", wire.CreateEvent("e", "cpu"))
+    world.tick(10.0)
+    assert not world.state.sessions[3].leased_out, "silent, and it answers heartbeats: it holds the GIL"
+    world.call(b"c", "beat", wire.Beat())
+    world.stopped.add(LOCK)
+    world.tick(3.0)
+    assert not world.state.sessions[3].leased_out, "not so soon"
+    world.tick(1.0)
+    assert world.state.sessions[3].leased_out
+
+
 def test_a_stopping_broker_frees_what_only_the_dead_hold(world: World) -> None:
     world.holders[LOCK] = 0
     world.hello(b"c", 13, pid_namespace=1, lock=LOCK)
