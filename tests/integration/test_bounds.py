@@ -27,6 +27,9 @@ from .pages import ROOT
 from .raw_client import Clients
 
 
+pytestmark = pytest.mark.fresh  # they count what their broker has, or end it
+
+
 @pytest.fixture
 def clients(runtime: Path) -> Iterator[Clients]:
     made = Clients(runtime)

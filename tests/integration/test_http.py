@@ -11,17 +11,17 @@ import subprocess
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ipcsync import Session
+from ipcsync import Session, connect
 from ipcsync.errors import InvalidArgument
 from ipcsync_broker.http import Page, address
 
-from ..harness import Broker, wait_until
+from ..harness import Broker, Child, Peer, wait_until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -63,6 +63,27 @@ def test_an_address_that_cannot_be_had_ends_the_broker_with_the_reason(page: Pag
         with pytest.raises(InvalidArgument, match="give HOST:PORT"):
             address(text)
     assert address("[::1]:80") == ("::1", 80)
+
+
+def _make_and_wait(peer: Peer) -> None:
+    with connect(name="doomed") as session:
+        session.create_event("doomed-event", device="cpu").record()
+        peer.send(os.getpid())
+        peer.recv()
+
+
+def test_series_of_the_dead_disappear_and_none_has_a_pid(page: Page, spawn: Callable[..., Child]) -> None:
+    child = spawn(_make_and_wait)
+    pid = child.recv()
+
+    def said() -> str:
+        return get(page.port, "/metrics")[1]
+
+    wait_until(lambda: "doomed-event" in said() and 'session="doomed"' in said(), "its series")
+    assert not re.search(rf'"[^"]*\b{pid}\b[^"]*"', said()), "a pid in a label"
+    child.kill()
+    wait_until(lambda: "doomed" not in said(), "the end of its series")
+    assert "ipcsync_deaths_total 1.0" in said()
 
 
 def test_status_and_metrics_show_what_there_is(page: Page, session: Session) -> None:

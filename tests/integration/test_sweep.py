@@ -15,6 +15,9 @@ from ipcsync.shm import Region
 from ..harness import Broker, Child, Peer
 
 
+pytestmark = pytest.mark.fresh  # they count what their broker has, or end it
+
+
 def hold(peer: Peer, runtime: Path) -> None:
     """Makes a life file and an event that needs no broker, and keeps both."""
     held = life.LifeFile(runtime)
