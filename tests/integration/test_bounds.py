@@ -26,7 +26,6 @@ from ..harness import TIMEOUT, Broker, Child, Peer, wait_until
 from .pages import ROOT
 from .raw_client import Clients
 
-
 pytestmark = pytest.mark.fresh  # they count what their broker has, or end it
 
 

@@ -14,7 +14,6 @@ from ipcsync.shm import Region
 
 from ..harness import Broker, Child, Peer
 
-
 pytestmark = pytest.mark.fresh  # they count what their broker has, or end it
 
 
