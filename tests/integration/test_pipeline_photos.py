@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from ..harness import TIMEOUT, files_of
+from ..harness import files_of
+from .pipelines import PATIENCE
 
 np = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
 
+pytestmark = pytest.mark.watchdog(300)
 PHOTOS = Path(__file__).parents[2] / "docs" / "examples" / "photos"
 COMMAND = [sys.executable, "-c", "from ipcsync.cli import main; main()", "run", str(PHOTOS / "pipeline.toml")]
 
@@ -34,11 +36,11 @@ def overrides(**values: object) -> list[str]:
 
 def run(out: Path, *arguments: str, **values: object) -> subprocess.CompletedProcess[str]:
     command = [*COMMAND, *overrides(write=out, histogram=out, **values), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
 
 def reference(images: Path, out: Path) -> None:
-    subprocess.run([sys.executable, str(PHOTOS / "reference.py"), str(images), str(out)], check=True, timeout=TIMEOUT)
+    subprocess.run([sys.executable, str(PHOTOS / "reference.py"), str(images), str(out)], check=True, timeout=PATIENCE)
 
 
 def pictures(folder: Path) -> dict[str, bytes]:
@@ -135,7 +137,7 @@ def test_on_a_terminal_there_are_bars_and_they_are_gone_at_the_end(runtime, tmp_
     except OSError:  # how a pseudo-terminal ends
         pass
     os.close(ours)
-    assert process.wait(TIMEOUT) == 0
+    assert process.wait(PATIENCE) == 0
     text = shown.decode()
     assert "━" in text  # a bar
     assert re.search(r"items.*running", text)
