@@ -58,6 +58,17 @@ _barrier.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_uint, ctypes.c_int]
 _SPANS = {0.05: ctypes.byref(_Timespec(0, 50_000_000))}  # of waiting.SLICE, which nearly every sleep is given
 
 
+def keep_standard_descriptors() -> None:
+    """Opens /dev/null wherever standard input, output or error is closed: else the next file that is opened takes its
+    number, and a child's own standard streams take the file's place."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one
+            os.set_inheritable(fd, True)
+
+
 def futex_wait(address: int, expected: int, seconds: float) -> None:
     """Sleeps while the 32 bits at `address` equal `expected`'s low half, for `seconds` at most; may return early."""
     span = _SPANS.get(seconds) or ctypes.byref(_Timespec(int(seconds), int(seconds % 1 * 1e9)))

@@ -15,6 +15,7 @@ from ipcsync.ledger import Header
 
 from ..harness import TIMEOUT, Broker
 
+WHOLE_RUN = 4 * TIMEOUT  # a pipeline is a handful of processes that import much
 IPCSYNC = [sys.executable, "-c", "from ipcsync.cli import main; main()"]
 
 
@@ -81,6 +82,7 @@ def test_a_broker_starts_over_the_damaged_remains_of_another(runtime, spawn, dam
 # -- pictures
 
 
+@pytest.mark.watchdog(150)
 def test_file_names_need_not_be_text_and_may_be_as_long_as_can_be(runtime, tmp_path):
     image = pytest.importorskip("PIL.Image")
     folder = tmp_path / "in"
@@ -96,7 +98,7 @@ def test_file_names_need_not_be_text_and_may_be_as_long_as_can_be(runtime, tmp_p
         "read = { call = 'ipcsync_workers.stages.images:read', outputs = ['frames'], params = { folder = 'in' } }\n"
         "write = { call = 'ipcsync_workers.stages.images:write', inputs = ['frames'], params = { folder = 'out' } }\n"
     )
-    done = subprocess.run([*IPCSYNC, "run", str(tmp_path / "p.toml")], capture_output=True, timeout=TIMEOUT)
+    done = subprocess.run([*IPCSYNC, "run", str(tmp_path / "p.toml")], capture_output=True, timeout=WHOLE_RUN)
     assert done.returncode == 0, done.stderr.decode()
     assert len(os.listdir(tmp_path / "out")) == len(names)
     assert rb"passed over no\xffpicture.png" in done.stderr + done.stdout
@@ -138,3 +140,52 @@ def test_a_meta_too_deep_is_refused_as_other_metas_are(session):
         deep = {"in": deep}
     with channel.writer() as writer, pytest.raises(ipcsync.InvalidArgument), writer.slot(meta=deep):
         pass
+
+
+# -- standard streams
+
+
+_PIPELINE = """
+[channels]
+frames = { shape = [8], dtype = 'uint8' }
+[stages]
+make = { call = 'ipcsync_workers.stages.synthetic:source', outputs = ['frames'], params = { items = 3 } }
+see = { call = 'ipcsync_workers.stages.synthetic:check', inputs = ['frames'] }
+"""
+
+
+@pytest.mark.watchdog(150)
+@pytest.mark.parametrize("closed", ["<&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_a_pipeline_runs_with_closed_standard_streams(runtime, tmp_path, closed):
+    """A memfd or a pipe took the closed stream's number, and a child's own stream its place."""
+    (tmp_path / "p.toml").write_text(_PIPELINE)
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", *IPCSYNC, "run", str(tmp_path / "p.toml")]
+    assert subprocess.run([*command, "--json", str(tmp_path / "j")], timeout=WHOLE_RUN).returncode == 0
+    assert '"done"' in (tmp_path / "j").read_text()
+
+
+@pytest.mark.watchdog(150)
+def test_a_closing_table_that_does_not_fit_is_a_sentence(runtime, tmp_path):
+    (tmp_path / "p.toml").write_text(_PIPELINE)
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*IPCSYNC, "run", str(tmp_path / "p.toml"), "--json", "/dev/full"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=WHOLE_RUN,
+        )
+    assert done.returncode == 1
+    assert b"the closing table could not be written: " in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.watchdog(150)
+def test_a_table_is_shown_where_only_ascii_can_be(runtime, tmp_path):
+    (tmp_path / "p.toml").write_text(_PIPELINE)
+    done = subprocess.run(
+        [*IPCSYNC, "run", str(tmp_path / "p.toml")],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        timeout=WHOLE_RUN,
+    )
+    assert done.returncode == 0, done.stderr.decode()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ipcsync import linux
 from ipcsync.errors import BrokerUnavailable, IpcSyncError, PermissionDenied, PipelineInvalid, RuntimeDirectory
 from ipcsync.trace import merge
 
@@ -60,6 +62,10 @@ def run_file(
     from .supervisor import Supervisor
     from .terminal import Terminal
 
+    linux.keep_standard_descriptors()
+    for output in (sys.stdout, sys.stderr):
+        if isinstance(output, io.TextIOWrapper):
+            output.reconfigure(errors="backslashreplace")  # whatever a stage says can be shown
     errors = _console(stderr=True)
     for option, wanted in (("--json", json_file), ("--trace", trace_file)):
         if wanted is not None and not wanted.absolute().parent.is_dir():
@@ -92,9 +98,13 @@ def run_file(
         # Where no stage failed of itself, what stopped the others (a peer that died) is all there is to show.
         if stage["error"] and (stage["state"] == "failed" or (not record["failed"] and record["status"] == "failed")):
             _say(errors, f"stage {name!r} failed:\n{stage['error'].rstrip()}")
-    _console().print(table(record))
-    if json_file is not None:
-        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    try:
+        if json_file is not None:
+            json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        _console().print(table(record))
+    except OSError as error:
+        _say(errors, f"the closing table could not be written: {error}")
+        return FAILED
     if record["status"] == "interrupted":
         return 128 + (supervisor.interrupted or 0)
     return DONE if record["status"] == "done" else FAILED
@@ -181,12 +191,32 @@ def _traced(out: Path | None) -> Iterator[Path | None]:
             merge(sorted(Path(folder).iterdir()), out)
 
 
+class _Lossy:
+    """Standard error, where what cannot be written (the disk is full, the reader is gone) does not end the run."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+
 def _console(*, stderr: bool = False) -> Console:
     """Wide enough for the table where the output is no terminal, so that nothing is cut out of a log."""
     from rich.console import Console
 
-    console = Console(stderr=stderr)
-    return console if console.is_terminal else Console(stderr=stderr, width=160)
+    file: Any = _Lossy(sys.stderr) if stderr and sys.stderr is not None else None
+    console = Console(stderr=stderr, file=file)
+    return console if console.is_terminal else Console(stderr=stderr, file=file, width=160)
 
 
 def _say(console: Console, text: str) -> None:
