@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 def announce(region: Words, bell: int) -> int:
     """Says that this thread is about to sleep; returns its token. What it waits for must be looked at after this."""
-    token = threading.get_native_id()  # not 0, below 2^22, and no other thread's while it sleeps
+    # Not 0, below 2^22, and no other thread's while it sleeps; in another pid namespace it may be: that costs a slice.
+    token = threading.get_native_id()
     region.words[bell] = token
     linux.membarrier()
     return token
