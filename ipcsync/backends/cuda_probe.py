@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 import time
 from typing import Any
 
@@ -16,6 +17,8 @@ from .cuda_driver import Devices, check
 
 _GATE, _FIRST, _SECOND = 0, 8, 16  # words
 _PATIENCE = 0.5  # seconds after which another stream counts as held back
+_STUCK = 3.0  # seconds after which a trial is given up: a call of CUDA's has not returned
+_TRIALS = 3
 
 
 class Page:
@@ -43,11 +46,18 @@ class Page:
 
     def __exit__(self, *_: object) -> None:
         """What waits is let go first, so that nothing here blocks."""
-        self.words[_GATE] = self.round
+        self.let_go()
         for stream in self._streams:
             self._driver.cuStreamSynchronize(stream)
             self._driver.cuStreamDestroy(stream)
         self._streams.clear()
+
+    def let_go(self) -> None:
+        self.words[_GATE] = self.round
+
+    @property
+    def held(self) -> bool:
+        return self.words[_GATE] < self.round
 
     def stream(self) -> Any:
         made = check(self._driver.cuStreamCreate(1), "cuStreamCreate")
@@ -99,7 +109,7 @@ class Prober:
                 time.sleep(0.002)
                 if page.words[_FIRST] == page.round:
                     return "a stream passed a wait whose value had not been stored"
-                page.words[_GATE] = page.round
+                page.let_go()
                 if not page.reached(_FIRST):
                     return "a stream did not go on when the value it waits for was stored"
         except IpcSyncError as error:
@@ -112,17 +122,33 @@ class Prober:
         Begins with the number expected: while that holds, the probe never stalls a stream of the caller's. The
         variable may have been set after CUDA read it, so a number that does not hold is halved.
         """
-        queues = expected_queues(self._devices, device)
-        while queues > 1 and not self._stands(device, queues - 1):
-            queues //= 2
+        queues, trials = expected_queues(self._devices, device), 0
+        while queues > 1:
+            stands = self._stands(device, queues - 1)
+            if stands:
+                return queues
+            if stands is None:
+                trials += 1
+                if trials == _TRIALS:
+                    return min(queues, 8)
+            else:
+                queues //= 2
         return queues
 
-    def _stands(self, device: int, blocked: int) -> bool:
+    def _stands(self, device: int, blocked: int) -> bool | None:
+        """None: it could not be tried. Another library that frees memory or loads a kernel meanwhile waits for our
+        blocked streams, and CUDA creates no stream until it is done: we let go then, or nobody would."""
         with self._devices.using(device), self._made() as page:
-            for _ in range(blocked):
-                page.wait(page.stream())
-            for word in (_FIRST, _SECOND):
-                page.write(page.stream(), word)
-                if not page.reached(word):
-                    return False
-        return True
+            giving_up = threading.Timer(_STUCK, page.let_go)
+            giving_up.start()
+            try:
+                for _ in range(blocked):
+                    page.wait(page.stream())
+                for word in (_FIRST, _SECOND):
+                    page.write(page.stream(), word)
+                    if not page.reached(word):
+                        return False if page.held else None
+                return True if page.held else None
+            finally:
+                giving_up.cancel()
+                giving_up.join()

@@ -98,12 +98,15 @@ def test_the_latest_record_counts_whoever_made_it(case: Case, spawn: Spawn) -> N
     child.recv()
     before.wait_event(event)
     event.record(after)
-    after.synchronize()
-    event.synchronize()
-    assert event.query()
+    if case.device == "cpu":  # CUDA queues a record behind another process's that is pending
+        after.synchronize()
+        event.synchronize()
+        assert event.query()
     assert not before.query(), "this wait was for the other process's record"
     child.send()
     before.synchronize()
+    after.synchronize()
+    event.synchronize()
     child.send()
     child.join()
 
@@ -152,8 +155,13 @@ def _exports(peer: Peer, device: str) -> bytes:
 @pytest.mark.fresh("children")
 def test_the_handle_of_a_process_that_ended_opens_nothing(case: Case, spawn: Spawn) -> None:
     handle = spawn(_exports, case.device).join()
-    with pytest.raises(errors.HandleInvalid):
-        Event.from_ipc_handle(case.device, handle)
+    try:
+        event = Event.from_ipc_handle(case.device, handle)
+    except errors.HandleInvalid:
+        return
+    # NVIDIA leaves this undefined. Driver 580 was seen to open it; then it must at least hold nobody.
+    assert case.device != "cpu"
+    assert event.query()
 
 
 def _answers(peer: Peer, make: MakeCase, ask: bytes, answer: bytes, count: int) -> None:

@@ -83,6 +83,29 @@ def test_queues_are_probed_for_each_device_and_a_quarter_stays_free(
     assert CudaBackend().blocked_limit(0) == 1
 
 
+def test_a_probe_that_holds_up_another_library_lets_go(
+    driver: MadeUpDriver, backend: CudaBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a library frees memory behind our blocked stream, CUDA creates no stream: it would be for ever."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    monkeypatch.setattr("ipcsync.backends.cuda_probe._STUCK", 0.5)
+    busy, create = [True, True], driver.cuStreamCreate
+
+    def stalls(flags: int) -> Any:
+        made = create(flags)
+        if busy and driver._go_on():
+            wait_until(lambda: not driver._go_on(), "the end of the streams' waits")
+            busy.pop()
+        return made
+
+    driver.queues = 32
+    monkeypatch.setattr(driver, "cuStreamCreate", stalls)
+    assert backend.blocked_limit(0) == 24
+    assert busy == []
+    busy += [True] * 9
+    assert CudaBackend().blocked_limit(0) == 6, "what cannot be tried is not believed"
+
+
 def _other_processs_event(backend: CudaBackend, driver: MadeUpDriver, device: int) -> CudaEvent:
     with backend.using(device):
         address = driver.cuEventCreate(6)[1]
