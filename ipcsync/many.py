@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import bells, linux
 from .errors import EndOfStream, InvalidArgument, WaitTimeout
+from .host_waits import ISSUED
 from .ledger import Cell
 from .ring import Head
 from .waiting import SLICE, UNSET, Deadline, Timeout
@@ -50,16 +51,26 @@ def select(session: Session, readers: Sequence[Reader], timeout: Timeout = UNSET
         raise InvalidArgument("select() got no readers: it would wait for nothing")
     deadline = session.deadline(timeout)
     polled = any(reader._backend.device_writes for reader in readers)
-    while True:
-        session.check()
-        words = _words_of(readers)
-        ready = [reader for reader in readers if reader.arrived(complete=False)]
-        if ready:
-            return ready
-        left = deadline.left(_NAP if polled else SLICE)
-        if left == 0.0:
-            return []
-        linux.futex_wait_any(words, left)
+    words = _words_of(readers)
+    if ready := _arrived(session, readers):
+        return ready
+    first = readers[0]  # a wait that takes long is told as a wait for this one
+    cell, number = first._epochs.timeline.cell, first._turn.next
+    with session.waits.host.of(ISSUED, cell, number, first.channel.name) as waiting:
+        while True:
+            left = deadline.left(_NAP if polled else SLICE)
+            if left == 0.0:
+                return []
+            linux.futex_wait_any(words, left)
+            waiting.still()
+            words = _words_of(readers)
+            if ready := _arrived(session, readers):
+                return ready
+
+
+def _arrived(session: Session, readers: Sequence[Reader]) -> list[Reader]:
+    session.check()
+    return [reader for reader in readers if reader.arrived(complete=False)]
 
 
 class _Wish:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from ipcsync.trace_summary import load, summarise
+
 from ..harness import files_of
 from .pipelines import PATIENCE
 
@@ -68,6 +70,19 @@ def test_a_gpu_makes_the_same_pictures(runtime, tmp_path):
     assert done.returncode == 0, done.stderr
     reference(PHOTOS / "images", tmp_path / "reference")
     assert pictures(tmp_path / "out") == pictures(tmp_path / "reference")
+
+
+def test_replicas_make_the_same_pictures_and_are_one_stage_in_a_trace(runtime, tmp_path):
+    more = ["--set", "stages.edges.replicas=2", "--set", "stages.edges.params.slow=1.0"]
+    done = run(tmp_path / "out", "--trace", str(tmp_path / "trace.json"), *more, device="cpu")
+    assert done.returncode == 0, done.stderr
+    reference(PHOTOS / "images", tmp_path / "reference")
+    assert pictures(tmp_path / "out") == pictures(tmp_path / "reference")
+    summary = summarise(load(tmp_path / "trace.json"))
+    stages = {stage.name: stage for stage in summary.stages}
+    assert stages["edges"].processes == 2
+    assert stages["write"].input > 0  # who puts the items in order waits for them, and that is seen
+    assert summary.bottleneck is stages["edges"]
 
 
 def test_the_histogram_counts_every_pixel_of_every_picture(runtime, tmp_path):

@@ -16,10 +16,10 @@ import ctypes
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ipcsync import linux
+from ipcsync import linux, trace
 from ipcsync.errors import WaitTimeout
 
 ORDER = "ipcsync.order"  # in the meta of what a replica writes: [number, previous], or [number, previous, 0]: nothing
@@ -78,7 +78,8 @@ class Gate:
 
     def wait(self, made: Made, timeout: float | None, what: str) -> None:
         """Returns once the item may be written; ``WaitTimeout`` after `timeout` seconds."""
-        until = None if timeout is None else time.monotonic() + timeout
+        until, since = None if timeout is None else time.monotonic() + timeout, time.monotonic_ns()
+        waited = False
         for index in self._floors:
             # The second for numbers with a gap: the next item there is may always be written.
             while made.number > (floor := self._board[index]) + self._window and made.previous > floor:
@@ -86,14 +87,17 @@ class Gate:
                 if left <= 0:
                     raise WaitTimeout(f"{what}: what was made of earlier items is not finished", timeout=timeout)
                 self._board.sleep(index, floor, left)
+                waited = True
+        if waited and trace.ACTIVE is not None:
+            told = {"for": "space", "round": made.number}
+            trace.ACTIVE.span("wait", "space behind other replicas", since, args=told)
 
 
 class Order:
-    """Puts what comes from several channels in order. An item is anything; None stands for an item without content."""
+    """Puts what comes from several channels in order."""
 
-    def __init__(self, after: int, passed: Callable[[], None] = lambda: None) -> None:
-        self.after = after  # the last item that was given out, or had no content
-        self._passed = passed  # called when an item without content had its turn
+    def __init__(self, after: int) -> None:
+        self.after = after  # the last item that was given out
         self._early: dict[int, tuple[Made, Any]] = {}  # by the number of the one before
 
     def add(self, made: Made, item: Any) -> bool:
@@ -105,12 +109,10 @@ class Order:
 
     def pop(self) -> tuple[Made, Any] | None:
         """The next item, if it has come."""
-        while (found := self._early.pop(self.after, None)) is not None:
+        found = self._early.pop(self.after, None)
+        if found is not None:
             self.after = found[0].number
-            if found[1] is not None:
-                return found
-            self._passed()
-        return None
+        return found
 
     @property
     def next(self) -> bool:
@@ -120,4 +122,4 @@ class Order:
     @property
     def early(self) -> list[Any]:
         """What still waits for others."""
-        return [item for _, item in self._early.values() if item is not None]
+        return [item for _, item in self._early.values()]

@@ -114,7 +114,7 @@ def _work(
     stack.push(tell)
     messages.send(end, messages.Ready())
     go.wait()
-    with trace.span("stage", worker.name):
+    with trace.span("stage", worker.stage):  # replicas are one stage in a summary
         run(function, stage)
         for port in stage.inputs.values():
             port.finish()
