@@ -524,8 +524,9 @@ class Session:
 
     def select(self, readers: Sequence[Reader], timeout: Timeout = UNSET) -> list[Reader]:
         """Those of the channels' `readers` whose ``get()`` would find an item, or raise what ended their stream: waits
-        until there is one, for one worker of several channels. An empty list when `timeout` seconds have passed. Readers
-        made with ``on_writer_death="wait"``: give their ``get()`` a timeout, the item may be condemned in between."""
+        until there is one, for one worker of several channels. An empty list when `timeout` seconds have passed.
+
+        Give ``get()`` a timeout where a reader has ``on_writer_death="wait"``: the item may be condemned in between."""
         from .many import select
 
         return select(self, readers, timeout)

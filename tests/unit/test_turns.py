@@ -253,7 +253,7 @@ class Ring(RuleBasedStateMachine):
                     assert number in a.lost or number in self.data.values(), "an item that is due is gone"
 
 
-TestRing = Ring.TestCase
+TestRing = pytest.mark.watchdog(300)(Ring.TestCase)
 TestRing.settings = settings(
     max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
