@@ -10,9 +10,17 @@ import click
 from . import __version__
 from .errors import IpcSyncError
 
+INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
+
 
 class _Commands(click.Group):
     """Subcommands are imported only when they are called (or listed), so that the command starts at once."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # click would say "Aborted!" and leave with 1, as if it had failed
+            sys.exit(INTERRUPTED)
 
     def _entries(self) -> dict[str, EntryPoint]:
         return {entry.name: entry for entry in entry_points(group="ipcsync.commands")}

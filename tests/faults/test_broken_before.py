@@ -9,8 +9,10 @@ import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 
 import ipcsync
+from ipcsync import cli
 from ipcsync.ledger import Header
 
 from ..harness import TIMEOUT, Broker
@@ -189,3 +191,15 @@ def test_a_table_is_shown_where_only_ascii_can_be(runtime, tmp_path):
         timeout=WHOLE_RUN,
     )
     assert done.returncode == 0, done.stderr.decode()
+
+
+def test_ctrl_c_at_any_moment_is_exit_status_130(monkeypatch):
+    """It was 1, as of a stage that failed, while the command was still importing or already reporting."""
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ipcsync_workers.cli.run_file", interrupted)
+    done = CliRunner().invoke(cli.ipcsync, ["run", "pipeline.toml"])
+    assert done.exit_code == 130
+    assert "Aborted" not in done.output
