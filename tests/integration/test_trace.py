@@ -35,7 +35,7 @@ def test_the_planted_slow_stage_of_the_photo_pipeline_is_named(runtime: Path, tm
     pytest.importorskip("PIL")
     out = tmp_path / "out.json"
     folders = [f"stages.{stage}.params.folder={tmp_path}" for stage in ("write", "histogram")]
-    sets = [part for each in (*folders, "stages.edges.params.slow=0.3") for part in ("--set", each)]
+    sets = [part for each in (*folders, "stages.edges.params.slow=1.5") for part in ("--set", each)]
     command("run", str(PHOTOS), "--trace", str(out), *sets)
     events = check_format(out)
     assert {e["cat"] for e in events if "cat" in e} == {"stage", "call", "slot", "wait", "hop"}
