@@ -73,7 +73,7 @@ def test_a_gpu_makes_the_same_pictures(runtime, tmp_path):
 
 
 def test_replicas_make_the_same_pictures_and_are_one_stage_in_a_trace(runtime, tmp_path):
-    more = ["--set", "stages.edges.replicas=2", "--set", "stages.edges.params.slow=1.0"]
+    more = ["--set", "stages.edges.replicas=2", "--set", "stages.edges.params.slow=1.5"]
     done = run(tmp_path / "out", "--trace", str(tmp_path / "trace.json"), *more, device="cpu")
     assert done.returncode == 0, done.stderr
     reference(PHOTOS / "images", tmp_path / "reference")
