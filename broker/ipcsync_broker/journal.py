@@ -1,8 +1,10 @@
 """The journal: what a restarted broker knows of its sessions and things. One file beside the ledger.
 
-It is made with its space reserved, so that a full tmpfs cannot lose a record. A record is appended with its length and
-checksum; one that a death cut short does not match its checksum, and nothing that followed from it was done: journal,
-then ledger, then reply (LEDGER.md rule 12). A full journal is written anew, complete, and renamed over the old one.
+It is made with its space reserved, so that a full tmpfs cannot lose a record. A record is appended, and then its length
+and checksum before it; of one that a death cut short there is no length, and nothing that followed from it was done:
+journal, then ledger, then reply (LEDGER.md rule 12). One that does not match its checksum was damaged, and then nothing
+in the file is believed: what came after it may be anything. A full journal is written anew, complete, and renamed over
+the old one.
 """
 
 from __future__ import annotations
@@ -93,7 +95,10 @@ class Journal:
 
     @classmethod
     def read(cls, path: Path, ledger_inode: int) -> tuple[Entities, Last] | None:
-        """What the journal of that ledger says; None when there is none, or it is another ledger's."""
+        """What the journal of that ledger says; None when there is none, or it is another ledger's.
+
+        ``ValueError`` when it is damaged.
+        """
         try:
             data = path.read_bytes()
         except FileNotFoundError:
@@ -169,7 +174,9 @@ def _payloads(data: bytes) -> Iterator[bytes]:
     while at + _RECORD.size <= len(data):
         length, crc = _RECORD.unpack_from(data, at)
         payload = data[at + _RECORD.size : at + _RECORD.size + length]
-        if length == 0 or len(payload) != length or zlib.crc32(payload) != crc:
-            return
+        if length == 0:
+            return  # the end, perhaps with an entry behind it that a death cut short: its head is written last
+        if len(payload) != length or zlib.crc32(payload) != crc:
+            raise ValueError(f"the entry at byte {at} is damaged")
         yield payload
         at += _RECORD.size + length

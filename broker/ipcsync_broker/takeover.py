@@ -68,7 +68,7 @@ def _readable(path: Path) -> Ledger | None:
 def _entities(path: Path, inode: int) -> tuple[Entities, Last] | None:
     try:
         return Journal.read(path, inode)
-    except (msgspec.MsgspecError, OSError) as error:
+    except (ValueError, OSError) as error:  # msgspec's DecodeError is a ValueError
         log(f"the journal that was here is of no use: {error}")
         return None
 

@@ -136,7 +136,7 @@ def test_a_death_in_the_take_over_is_taken_over_again(
     client.call("bye", wire.Bye())
 
 
-@pytest.mark.parametrize("damage", ["missing", "garbage", "of another ledger"])
+@pytest.mark.parametrize("damage", ["missing", "garbage", "of another ledger", "a flipped bit"])
 def test_without_its_journal_everything_on_the_page_is_lost_and_said_so(
     start: Callable[..., Broker], clients: Clients, runtime: Path, damage: str
 ) -> None:
@@ -151,6 +151,10 @@ def test_without_its_journal_everything_on_the_page_is_lost_and_said_so(
         journal.unlink()
     elif damage == "garbage":
         journal.write_bytes(b"\xff" * 1000)
+    elif damage == "a flipped bit":
+        whole = bytearray(journal.read_bytes())
+        whole[40] ^= 4
+        journal.write_bytes(whole)
     else:
         Journal(journal, 12345).close()
     start()
@@ -178,10 +182,27 @@ def test_an_entry_cut_short_does_not_count_and_those_before_it_do(runtime: Path)
     assert set(entities) == {("session", 1), ("session", 3), ("session", 4)}
     assert last is not None
     assert last.session == 4
-    for cut in range(1, end - before):
-        path.write_bytes(whole[: end - cut] + b"\xaa" * 100)
+    head = before + 8
+    for cut in range(end - head):  # the head, length and checksum, is written last
+        path.write_bytes(whole[:before] + bytes(8) + whole[head : end - cut])
         entities, _ = Journal.read(path, 7) or ({}, None)
         assert set(entities) == {("session", 1), ("session", 2), ("session", 3)}, "whole or not at all"
+    path.unlink()
+
+
+def test_a_journal_with_a_damaged_entry_is_not_believed(runtime: Path) -> None:
+    """Were the entries before it believed, what the others named would be given away under whoever has it."""
+    path = runtime / "journal"
+    journal = Journal(path, 7)
+    for number in range(1, 4):
+        journal.append({("session", number): _session(number)})
+    begin, end = 16, journal._end
+    journal.close()
+    whole = path.read_bytes()
+    for at in range(begin, end):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
+        with pytest.raises(ValueError, match="damaged"):
+            Journal.read(path, 7)
     path.unlink()
 
 
