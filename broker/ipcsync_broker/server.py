@@ -51,7 +51,7 @@ from .sessions import local_pid
 from .state import State
 from .systemd import Watchdog, notify
 
-TURN = 0.02  # seconds from one look at the life words to the next
+TURN = 0.05  # seconds from one look at the life words to the next
 BURST = 500  # messages read in one turn at most: a flood does not keep the clock from ticking
 
 

@@ -189,6 +189,7 @@ def test_a_client_hears_of_a_killed_worker(
             assert f"session '{worker}' (pid {pids[worker]}) died" in str(answer) or "closed" in str(answer)
         with pytest.raises(RuntimeError, match="closed"):
             await asking.ask("c")
+        await asking.close()
         assert await server.wait() == 1
 
     serve(client, body, capsys)
@@ -230,6 +231,7 @@ def test_clients_come_and_go_and_speak_nonsense(
         out.write(b"no json\n")
         assert await lines.read() == b'{"error": "Expecting value: line 1 column 1 (char 0)"}\n'
         out.close()
+        await out.wait_closed()
         asking = await client.Client.connect(port)
         assert await asking.ask("still well") == {"s": 1, "t": 1, "i": 1, "l": 4, "w": 1, "e": 1}
         await asking.close()

@@ -52,6 +52,8 @@ class Client:
 
     async def close(self) -> None:
         self._out.close()
+        with contextlib.suppress(ConnectionError):
+            await self._out.wait_closed()
         await self._listening
 
 
@@ -84,6 +86,8 @@ async def main() -> None:
         os.kill(workers["infer"], signal.SIGKILL)
         for answer in await asyncio.gather(*asked, return_exceptions=True):
             print("an error, at once:", answer)
+        for client in clients:
+            await client.close()
 
 
 if __name__ == "__main__":
