@@ -95,16 +95,20 @@ def connect(
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     line = _line(endpoint, start_broker=start_broker)
     directory = _directory(endpoint, create=start_broker) if line is None else _shared(line)
-    if start_broker and runtime.broker_pid(directory) is None:
+    linux.membarrier_register()
+    linux.membarrier()
+    return Session(directory, name, namespace, streams, Deadline(timeout), default_timeout, line, start_broker)
+
+
+def _start_broker(directory: Path) -> None:
+    """Starts a broker if none runs."""
+    if runtime.broker_pid(directory) is None:
         from importlib import import_module
 
         try:
             import_module("ipcsync_broker.launch").start(directory, linger=True)
         except errors.BrokerRunning:
             pass  # somebody else was faster
-    linux.membarrier_register()
-    linux.membarrier()
-    return Session(directory, name, namespace, streams, Deadline(timeout), default_timeout, line)
 
 
 def _line(endpoint: str | os.PathLike[str] | None, *, start_broker: bool) -> Line | None:
@@ -154,6 +158,7 @@ class Session:
         deadline: Deadline,
         default_timeout: float | None,
         line: Line | None = None,
+        start_broker: bool = False,
     ) -> None:
         pid = os.getpid()
         self.runtime, self.namespace = directory, namespace
@@ -177,7 +182,7 @@ class Session:
         self.link = Link(directory, self._hello, self._greeted, self._lost, line)
         self.link.start()
         try:
-            self.ledger = self._greet(deadline)
+            self.ledger = self._greet(deadline, start_broker)
         except BaseException:
             self.link.stop()
             if self._life is not None:
@@ -189,8 +194,14 @@ class Session:
         self.waits = WaitTable(self.ledger, self.block)
         _sessions.add(self)
 
-    def _greet(self, deadline: Deadline) -> Ledger:
-        self.link.welcomed.wait(None if deadline.at is None else deadline.left(threading.TIMEOUT_MAX))
+    def _greet(self, deadline: Deadline, start_broker: bool) -> Ledger:
+        if start_broker:
+            # Again and again: the one that runs may be about to leave with its last session.
+            _start_broker(self.runtime)
+            while not self.link.welcomed.wait(deadline.left(0.1)) and deadline.left():
+                _start_broker(self.runtime)
+        else:
+            self.link.welcomed.wait(None if deadline.at is None else deadline.left(threading.TIMEOUT_MAX))
         if self.link.failure is not None:
             raise self.link.failure
         if self.link.ledger is None:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 import ipcsync
-from ipcsync import Session, errors, runtime, wire
+from ipcsync import Session, errors, wire
+from ipcsync import runtime as module
 from ipcsync.ledger import Cell, Ledger
 
 from ..harness import Broker, Child, Gate, Peer, wait_until
@@ -86,8 +87,17 @@ def test_a_broker_that_a_session_started_leaves_with_the_last(runtime: Path) -> 
     wait_until(lambda: runtime_pid(runtime) is None, "the broker's end")
 
 
+@pytest.mark.leaves("broker.log")
+def test_a_broker_that_is_about_to_leave_is_followed_by_another(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, look = [4711], module.broker_pid  # it left between our look and our hello
+    monkeypatch.setattr("ipcsync.runtime.broker_pid", lambda where: seen.pop() if seen else look(where))
+    with ipcsync.connect(start_broker=True, timeout=30.0) as session:
+        assert session.create_event("e", device="cpu").record() == 1
+    wait_until(lambda: look(runtime) is None, "the broker's end")
+
+
 def runtime_pid(directory: Path) -> int | None:
-    return runtime.broker_pid(directory)
+    return module.broker_pid(directory)
 
 
 def test_a_request_that_no_message_holds_is_refused_here(session: Session) -> None:
