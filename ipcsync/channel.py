@@ -10,12 +10,12 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from . import opening
 from .backends import select
 from .backends.base import Backend, Memory
 from .device import as_device, the
-from .errors import InvalidArgument, InvalidState, IpcSyncError, ResourceLost, SessionClosed
+from .errors import InvalidArgument, InvalidState, IpcSyncError, SessionClosed
 from .fields import Field, fields_of, layout
-from .opening import attached
 from .ring import Control
 from .ring import Reader as Cell
 from .waiting import UNSET, Deadline, Timeout
@@ -93,6 +93,7 @@ class Channel:
         from .channel_writer import Writer
 
         self._check()
+        self.views(writable=True)  # first: who cannot have the memory must not be the writer
         request = JoinWriter(self.incarnation)
         reply = self.session.request("join_writer", request, WriterReply, self.session.deadline(timeout))
         writer = Writer(self, reply)
@@ -134,6 +135,7 @@ class Channel:
             raise InvalidArgument(f"pin=True is for channels of the host; {self.name!r} is on {self.device}")
         if group is not None and policy != "block":
             raise InvalidArgument("the readers of a group share every item: their policy is 'block'")
+        self.views(writable=False)
         request = JoinReader(self.incarnation, policy, start, group)
         reply = self.session.request("join_reader", request, ReaderReply, self.session.deadline(timeout))
         reader = Reader(self, reply, policy=policy, group=group, wait=on_writer_death == "wait", pin=pin)
@@ -163,15 +165,9 @@ class Channel:
         with self._lock:
             memory = self._memory.get(writable)
             if memory is None:
-                info = self.info.memory
-                try:
-                    handle = self.backend.located(info.handle, self.session.runtime)
-                    memory = self.backend.open_memory(self.index, handle, info.nbytes, writable=writable)
-                except FileNotFoundError:
-                    raise ResourceLost(
-                        f"the memory of {self.name!r} was its creator's, who has left: create the channel anew, with "
-                        'memory="broker" if it is to outlive its creator'
-                    ) from None
+                memory = opening.memory(
+                    self.session, self.backend, self.index, self.info.memory, self.name, writable=writable
+                )
                 self._memory[writable] = memory
         return Views(self.backend, memory, self.spec)
 
@@ -296,5 +292,5 @@ def open_channel(session: Session, name: str, timeout: Timeout = UNSET) -> Chann
     """The body of ``Session.open_channel``."""
     session.check()
     info = session.request("open_channel", Open("channel", name), ChannelInfo, session.deadline(timeout))
-    with attached(session, info.event.incarnation):
+    with opening.attached(session, info.event.incarnation):
         return Channel(session, info)

@@ -7,9 +7,10 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from . import wire
-from .errors import IpcSyncError
+from .errors import HandleInvalid, IpcSyncError, ResourceLost
 
 if TYPE_CHECKING:
+    from .backends.base import Backend, Memory
     from .session import Session
 
 
@@ -24,3 +25,16 @@ def attached(session: Session, incarnation: int) -> Iterator[None]:
             with suppress(IpcSyncError):
                 session.request("detach", wire.Detach(incarnation), wire.Empty, session.deadline())
         raise
+
+
+def memory(
+    session: Session, backend: Backend, index: int, info: wire.MemoryInfo, name: str, *, writable: bool
+) -> Memory:
+    """Maps the memory of the channel or array `name`; ``ResourceLost`` if it went with the process that made it."""
+    try:
+        return backend.open_memory(index, backend.located(info.handle, session.runtime), info.nbytes, writable=writable)
+    except (FileNotFoundError, HandleInvalid) as error:
+        raise ResourceLost(
+            f'the memory of {name!r} went with the process that made it (its creator\'s, with memory="session", else a '
+            f"broker's that died), though whoever has it mapped may go on: create {name!r} anew ({error})"
+        ) from None

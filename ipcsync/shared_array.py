@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import bells, linux
+from . import bells, linux, opening
 from .backends.base import Memory, RawStream
 from .device import the
 from .errors import InvalidState, IpcSyncError, PeerDied, ResourceLost, StaleHandle, WaitTimeout
@@ -302,9 +302,7 @@ class SharedArray:
             found = self._arrays.get(writable)
             if found is None:
                 memory = [
-                    self.backend.open_memory(
-                        self.index, self.backend.located(m.handle, self.session.runtime), m.nbytes, writable=writable
-                    )
+                    opening.memory(self.session, self.backend, self.index, m, self.name, writable=writable)
                     for m in self.info.memory
                 ]
                 self._memory += memory

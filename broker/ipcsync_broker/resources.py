@@ -239,9 +239,14 @@ class Resources:
         if thing.spec is not None:
             self.controls[thing.incarnation] = ring.open_control(self.directory / thing.control)
         if thing.nbytes:
-            on, index = backend(thing.device)
             info = thing.memory[0]
-            self.memory[thing.incarnation] = on.open_memory(index, info.handle, info.nbytes, writable=True)
+            try:
+                on, index = backend(thing.device)
+                self.memory[thing.incarnation] = on.open_memory(index, info.handle, info.nbytes, writable=True)
+            except (errors.DeviceUnavailable, errors.HandleInvalid, FileNotFoundError):
+                if not thing.attached:
+                    raise
+                # It lives as long as somebody has it mapped, and they go on. Who comes now is told by its own attempt.
         if thing.handle:
             on, index = backend(thing.device)
             self.events[thing.incarnation] = on.event_open(index, thing.handle)

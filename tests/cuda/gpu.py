@@ -84,6 +84,15 @@ def page(directory: Path, nbytes: int = 4096) -> Region:
     return Region.create(directory / f"page-{secrets.token_hex(4)}", nbytes)
 
 
+def hold(backend: CudaBackend, raw: int) -> Region:
+    """Keeps a stream from going on until word 0 of what is returned is 1, or for as long as this process lives."""
+    region = page(Path(os.environ["IPCSYNC_RUNTIME_DIR"]))
+    region.path.unlink()
+    backend.register(region)
+    backend.wait(raw, region, 0, 1)
+    return region
+
+
 @contextmanager
 def words(backend: CudaBackend, directory: Path) -> Iterator[Region]:
     """A page that the device reaches, for a block."""

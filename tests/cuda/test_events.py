@@ -69,9 +69,12 @@ def _torch(peer: Peer, handle: bytes) -> None:
 
     event = torch.cuda.Event.from_ipc_handle(torch.device("cuda:0"), handle)
     peer.send("opened")
-    torch.cuda._sleep(200_000_000)
-    event.record()
+    stream = torch.cuda.Stream()
+    held = gpu.hold(gpu.here(), stream.cuda_stream)
+    event.record(stream)
     peer.send("recorded")
+    peer.recv()
+    held.words[0] = 1
     mine = torch.cuda.Event(interprocess=True)
     mine.record()
     peer.send(mine.ipc_handle())
@@ -85,8 +88,9 @@ def test_torch_opens_ours_and_we_open_torchs(backend: CudaBackend, spawn: Callab
     assert child.recv(90) == "opened"
     child.recv()
     assert not backend.event_query(event)
-    theirs = backend.event_open(0, child.recv())
+    child.send()
     backend.event_synchronize(event)
+    theirs = backend.event_open(0, child.recv())
     backend.event_synchronize(theirs)
     child.send()
     child.join()

@@ -85,6 +85,7 @@ def _mapped(backend: CudaBackend, pointer: int) -> bool:
 
 
 def test_memory_let_go_while_a_stream_waits_comes_back_when_it_goes_on(backend: CudaBackend, region: Region) -> None:
+    held = backend._quarantine.held  # what a dead process recorded, in another test, stays there for good
     raw = backend.new_stream(0, 0)
     memories = [backend.allocate(0, 64 << 20, "") for _ in range(4)]
     backend.wait(raw, region, 0, 1)
@@ -94,17 +95,14 @@ def test_memory_let_go_while_a_stream_waits_comes_back_when_it_goes_on(backend: 
     assert all(_mapped(backend, memory.pointer) for memory in memories)
     region.words[0] = 1
     wait_until(lambda: not any(_mapped(backend, memory.pointer) for memory in memories), "the memory's coming back")
-    wait_until(lambda: backend._quarantine.held == 0, "the end of the quarantine")
+    wait_until(lambda: backend._quarantine.held <= held, "the end of their quarantine")
 
 
 def _records_held(peer: Peer, event: bytes) -> None:
     """Records the event behind a word that is stored when the test says so."""
     backend = gpu.here()
     opened, raw = backend.event_open(0, event), backend.new_stream(0, 0)
-    region = gpu.page(Path(os.environ["IPCSYNC_RUNTIME_DIR"]))
-    region.path.unlink()
-    backend.register(region)
-    backend.wait(raw, region, 0, 1)
+    region = gpu.hold(backend, raw)
     backend.event_record(opened, raw)
     peer.send("recorded")
     peer.recv()

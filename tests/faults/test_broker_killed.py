@@ -7,10 +7,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 import ipcsync
+from ipcsync.errors import ResourceLost
 
 from ..harness import Broker, Child, Peer, wait_until
 from .bench import DEVICES, LIMITS, Bench, asked, figures, say
@@ -18,11 +20,11 @@ from .bench import DEVICES, LIMITS, Bench, asked, figures, say
 KILLS = asked("BROKER_KILLS", 5)
 
 
-def write(peer: Peer, device: str) -> int:
+def write(peer: Peer, device: str, memory: Literal["broker", "session"]) -> int:
     """Writes numbered items until told to stop, creating an event now and then: work for the broker as well."""
     bench = Bench(device)
     with ipcsync.connect(name="writer", default_timeout=60.0) as session:
-        channel = session.create_channel("numbers", shape=(512,), dtype="uint64", depth=4, device=device)
+        channel = session.create_channel("numbers", shape=(512,), dtype="uint64", device=device, memory=memory)
         stream = bench.stream()
         peer.send("created")
         peer.recv()
@@ -73,10 +75,13 @@ def control(peer: Peer, device: str) -> None:
 
 
 @pytest.mark.watchdog(120 + 8 * KILLS)
+@pytest.mark.parametrize("memory", ["broker", "session"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_no_item_is_lost_and_everybody_comes_back(runtime: Path, spawn: Callable[..., Child], device: str) -> None:
+def test_no_item_is_lost_and_everybody_comes_back(
+    runtime: Path, spawn: Callable[..., Child], device: str, memory: str
+) -> None:
     broker = Broker(runtime)
-    writer = spawn(write, device)
+    writer = spawn(write, device, memory)
     writer.recv(60)
     reader, controller = spawn(read, device), spawn(control, device)
     reader.recv(60)
@@ -99,8 +104,53 @@ def test_no_item_is_lost_and_everybody_comes_back(runtime: Path, spawn: Callable
     controller.send("stop")
     controller.join()
     say(f"{written} items, none lost or repeated")
-    figures(f"broker killed and restarted, {device}: a call under way is answered after", back, 5.0)
+    figures(
+        f"broker killed and restarted, {device}, the {memory}'s memory: a call under way is answered after", back, 5.0
+    )
     assert not LIMITS or max(back) < 5.0
+    assert broker.stop() == 0, broker.log()
+
+
+def newcomer(peer: Peer) -> str:
+    with ipcsync.connect(name="newcomer") as session:
+        try:
+            with session.open_channel("numbers").reader(start="oldest") as reader, reader.get() as slot:
+                return str(int(slot.array[0]))
+        except ResourceLost:
+            return "told"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_memory_outlives_its_broker_for_whoever_has_it(runtime: Path, spawn: Callable[..., Child], device: str) -> None:
+    """Memory of a dead process may be lost to newcomers, as CUDA's can be: they are told, and the others go on."""
+    broker, bench = Broker(runtime), Bench(device)
+    with ipcsync.connect() as session:
+        stream = bench.stream()
+        channel = session.create_channel("numbers", shape=(512,), dtype="uint64", device=device)
+        array = session.create_array("array", {"a": ipcsync.Field((512,), "uint64")}, device=device)
+        with channel.writer() as writer, channel.reader() as reader:
+            with array.write(stream) as view:
+                bench.fill(stream, view["a"], 1, 0)
+            with array.read(stream) as view:
+                assert (bench.values(stream, view["a"]) == 1).all()
+            broker.kill()
+            for path in runtime.glob("mem-*"):  # the host's would not be lost by itself
+                path.unlink()
+            broker.start()
+            for n in range(1, 10):
+                with writer.slot(stream) as slot:
+                    bench.fill(stream, slot.array, n, 0)
+                with reader.get(stream) as slot:
+                    assert (bench.values(stream, slot.array) == n).all()
+            with array.write(stream) as view:
+                bench.fill(stream, view["a"], 2, 0)
+            with array.read(stream) as view:
+                assert (bench.values(stream, view["a"]) == 2).all()
+            came = spawn(newcomer).join()
+            say(f"who opens the memory of a dead broker, {device}: {came}")
+            assert came in ("told", *("9",) * (device == "cuda"))
+            with session.create_channel("another", shape=(4,), dtype="uint64", device=device) as other:
+                assert other.depth == 4
     assert broker.stop() == 0, broker.log()
 
 

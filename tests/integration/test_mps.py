@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ipcsync import errors
+from ipcsync import errors, linux
 from ipcsync.mps import CONTROL, Daemon, check_broker
 
 from ..harness import Broker, Child, Peer, wait_until
@@ -237,4 +237,4 @@ def test_the_real_one(runtime: Path) -> None:
         pid = daemon.pid()
     assert pid is not None
     assert daemon.pid() is None
-    assert not os.path.exists(f"/proc/{pid}")
+    assert linux.start_time(pid) == 0, "it has ended, though nobody may have reaped it"
