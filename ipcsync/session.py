@@ -10,50 +10,32 @@ from __future__ import annotations
 import atexit
 import os
 import re
-import sys
 import threading
 import weakref
-from collections import Counter
 from functools import cached_property
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
-from . import __version__, condemn, config, errors, failpoints, linux, runtime, wire
-from .budget import budget_of, reached
-from .host_waits import BUDGET
-from .ledger import LAYOUT, Block, Cell, Header, Ledger
-from .life import LifeFile, seen
-from .link import Link
-from .shm import Region
-from .stream import Stream, resolve, resolve_any
-from .timeline import Timeline, verdict_error
-from .wait_table import WaitTable
-from .waiting import UNSET, Deadline, Timeout, Unset, wait_word
+from . import config, endpoints, errors, linux, wire
+from .ledger import Block
+from .session_core import SessionCore
+from .waiting import UNSET, Deadline, Timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from .announcements import Announcements, Watch
-    from .backends.base import Backend, RawStream
-    from .budget import Budget
     from .channel import Channel
     from .channel_reader import Reader
-    from .device import Device
-    from .event import Event
     from .fields import Field
-    from .keys import Line
-    from .many import Waiter
     from .shared_array import SharedArray
     from .shared_event import EventRef, SharedEvent
     from .trace import Trace
 
-S = TypeVar("S")
 BACKLOG = 1.0  # seconds at most that close() waits for streams to come past what they were made to wait for
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,120}")
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-_suspecting = threading.Lock()  # the broker's lock is the process's, not the thread's
 
 
 def check_name(name: str) -> None:
@@ -93,409 +75,25 @@ def connect(
         raise errors.InvalidArgument(f'streams={streams!r}: "torch", "cupy" or None')
     if manage_env:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    line = _line(endpoint, start_broker=start_broker)
-    directory = _directory(endpoint, create=start_broker) if line is None else _shared(line)
+    line = endpoints.line_of(endpoint, start_broker=start_broker)
+    if line is None:
+        directory = endpoints.directory_of(endpoint, create=start_broker)
+    else:
+        directory = endpoints.shared_directory(line)
     linux.membarrier_register()
     linux.membarrier()
-    return Session(directory, name, namespace, streams, Deadline(timeout), default_timeout, line, start_broker)
+    session = Session(directory, name, namespace, streams, Deadline(timeout), default_timeout, line, start_broker)
+    _sessions.add(session)
+    return session
 
 
-def _start_broker(directory: Path) -> None:
-    """Starts a broker if none runs."""
-    if runtime.broker_pid(directory) is None:
-        from importlib import import_module
-
-        try:
-            import_module("ipcsync_broker.launch").start(directory, linger=True)
-        except errors.BrokerRunning:
-            pass  # somebody else was faster
-
-
-def _line(endpoint: str | os.PathLike[str] | None, *, start_broker: bool) -> Line | None:
-    """The keys for a ``tcp://`` endpoint; None for the others."""
-    if endpoint is None or not os.fspath(endpoint).startswith("tcp://"):
-        return None
-    if start_broker:
-        raise errors.InvalidArgument("a broker at tcp:// is not started by a client: `ipcsync broker --tcp ENDPOINT`")
-    from .keys import line
-
-    return line(os.fspath(endpoint))
-
-
-def _shared(line: Line) -> Path:
-    """The runtime directory, which a client over tcp has in common with the broker: its memory is there."""
-    try:
-        return runtime.directory(create=False)
-    except errors.BrokerUnavailable as error:
-        raise _elsewhere(line, str(error.fields.get("path"))) from None
-
-
-def _elsewhere(line: Line, directory: object) -> errors.Unsupported:
-    return errors.Unsupported(
-        f"{line.endpoint}: the broker's memory is not in {directory}. A session over tcp runs on the broker's machine "
-        "and shares its /dev/shm: set IPCSYNC_RUNTIME_DIR to the broker's runtime directory"
-    )
-
-
-def _directory(endpoint: str | os.PathLike[str] | None, *, create: bool) -> Path:
-    if endpoint is None:
-        return runtime.directory(create=create)
-    text = os.fspath(endpoint)
-    if text.startswith("ipc://"):
-        text = os.path.dirname(text.removeprefix("ipc://"))
-    return runtime.directory(Path(text), create=create)
-
-
-class Session:
+class Session(SessionCore):
     """Made by :func:`connect`. ``close()`` (or leaving the ``with`` block) ends it and everything it opened."""
-
-    def __init__(
-        self,
-        directory: Path,
-        name: str | None,
-        namespace: str,
-        streams: str | None,
-        deadline: Deadline,
-        default_timeout: float | None,
-        line: Line | None = None,
-        start_broker: bool = False,
-    ) -> None:
-        pid = os.getpid()
-        self.runtime, self.namespace = directory, namespace
-        self.name = name or f"{_program()}-{pid}"
-        self.default_timeout = default_timeout
-        self.streams = streams
-        self.number = self.block = 0
-        self.told = 0  # how many taints the caller has been told of
-        self.boot = b""
-        self._pid, self._start = pid, linux.start_time(pid)
-        self._refusal: errors.IpcSyncError | None = None
-        self._adopted: dict[int, Any] = {}
-        self._handles: Counter[int] = Counter()  # incarnation -> how many handles of it are open here
-        self._timelines: weakref.WeakValueDictionary[tuple[int, int], Timeline] = weakref.WeakValueDictionary()
-        self._registered: list[Backend] = []  # those whose devices reach the ledger
-        self._lock = threading.Lock()
-        self._memories = 0
-        self._closed = False
-        self._closer = 0  # the thread that closes: it alone may still wait
-        self._life: LifeFile | None = None
-        self.link = Link(directory, self._hello, self._greeted, self._lost, line)
-        self.link.start()
-        try:
-            self.ledger = self._greet(deadline, start_broker)
-        except BaseException:
-            self.link.stop()
-            if self._life is not None:
-                self._life.remove()
-            raise
-        self._words = self.ledger.words
-        self._at = self.ledger.block(self.block)
-        self._taint, self._lease = self._at + Block.TAINT, self._at + Block.LEASE
-        self.waits = WaitTable(self.ledger, self.block)
-        _sessions.add(self)
-
-    def _greet(self, deadline: Deadline, start_broker: bool) -> Ledger:
-        if start_broker:
-            # Again and again: the one that runs may be about to leave with its last session.
-            _start_broker(self.runtime)
-            while not self.link.welcomed.wait(deadline.left(0.1)) and deadline.left():
-                _start_broker(self.runtime)
-        else:
-            self.link.welcomed.wait(None if deadline.at is None else deadline.left(threading.TIMEOUT_MAX))
-        if self.link.failure is not None:
-            raise self.link.failure
-        if self.link.ledger is None:
-            raise errors.BrokerUnavailable(
-                f"no broker answered {self._where()} within {deadline.timeout:g} s: start one with `ipcsync broker`, "
-                "or connect(start_broker=True)"
-            )
-        return self.link.ledger
-
-    def _where(self) -> str:
-        line = self.link.line
-        return f"in {self.runtime}" if line is None else f"at {line.endpoint} (with the public key {line.server})"
-
-    # -- the greeting (the I/O thread)
-
-    def _hello(self) -> wire.Hello:
-        if self._life is None and not seen(self.runtime):
-            self._life = LifeFile(self.runtime)  # the broker cannot see our process end: it looks at this file's lock
-        return wire.Hello(
-            protocol_min=wire.PROTOCOL_MIN,
-            protocol_max=wire.PROTOCOL_MAX,
-            layout=LAYOUT,
-            version=__version__,
-            name=self.name,
-            namespace=self.namespace,
-            pid=self._pid,
-            start=self._start,
-            boot_id=linux.boot_id(),
-            pid_namespace=linux.pid_namespace(),
-            uid=os.getuid(),
-            session=self.number,
-            lock=self._life.name if self._life is not None else "",
-            held=[held for thing in list(self._adopted.values()) if (held := thing._held()) is not None],
-        )
-
-    def _greeted(self, welcome: wire.Welcome) -> Ledger:
-        if self.boot and not (welcome.resumed and welcome.block == self.block):
-            # The new broker does not know us: our cells and block are somebody else's now.
-            raise errors.ResourceLost("the broker was restarted and could not take this session over: connect again")
-        self.number, self.boot = welcome.session, welcome.boot
-        if self.link.ledger is not None:
-            return self.link.ledger
-        self.block = welcome.block
-        line = self.link.line
-        try:
-            found = Ledger.open(self.runtime / welcome.ledger)
-        except FileNotFoundError:
-            if line is None:
-                raise
-            raise _elsewhere(line, self.runtime) from None
-        if line is not None and found.boot != welcome.boot:
-            found.region.close()
-            raise _elsewhere(line, self.runtime)
-        return found
-
-    def _lost(self, error: errors.IpcSyncError) -> None:
-        self._refusal = self._refusal or error
-
-    # -- what everything above is made of
 
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._closed
-
-    def check(self) -> None:
-        """Raises why nothing can be done here: closed, forked, or taken for dead."""
-        if self._refusal is not None and self._closer != threading.get_ident():
-            raise type(self._refusal)(self._refusal.message, **self._refusal.fields)
-        if self._words[self._lease]:
-            raise errors.StaleHandle(
-                "this process was stopped for longer than its lease and was taken for dead: connect again"
-            )
-
-    @property
-    def taint(self) -> int:
-        """How often device waits of this session were condemned."""
-        return self._words[self._taint]
-
-    def taint_error(self) -> errors.IpcSyncError:
-        cell = self._words[self._at + Block.CULPRIT] - 1
-        return verdict_error(self.ledger, cell, f"the event of cell {cell}, which a stream of this process waited for")
-
-    def deadline(self, timeout: Timeout = UNSET) -> Deadline:
-        """The deadline of a host wait: `timeout` in seconds, the session's default, or None."""
-        if isinstance(timeout, Unset):
-            timeout = self.default_timeout
-        return Deadline(timeout)
-
-    def request(self, op: str, body: Any, reply: type[S], deadline: Deadline) -> S:
-        """A call to the broker; its error, or ``BrokerUnavailable`` at the deadline."""
-        self.check()
-        return self.link.call(op, body, reply, deadline)
-
-    def stream(self, stream: object, device: Device) -> RawStream:
-        """The raw stream of a ``stream=`` argument that must be of `device`."""
-        if stream.__class__ is Stream and stream.device is device:
-            return stream._raw
-        return resolve(stream, device, streams=self.streams)
-
-    def reading_stream(self, stream: object, device: Device) -> RawStream:
-        """That of one which reads memory of `device`: of that device, unless the caller names another one's."""
-        if stream is None or (stream.__class__ is Stream and stream.device is device):
-            return self.stream(stream, device)
-        return resolve_any(stream, device)
-
-    def budget(self, backend: Backend, raw: RawStream) -> Budget | None:
-        """The wait budget that a stream counts in."""
-        return budget_of(backend, backend.stream_device(raw))
-
-    def admit(
-        self,
-        backend: Backend,
-        raw: RawStream,
-        region: Region,
-        index: int,
-        value: int,
-        deadline: Deadline,
-        name: str,
-        *,
-        block: bool = True,
-    ) -> bool:
-        """Whether a wait for a word is to be put on the stream: not if it is reached meanwhile. Within the wait budget
-        of this process and device; beyond it the caller is kept."""
-        wait = region.words, index, value
-        if reached(wait):
-            return False
-        budget = budget_of(backend, backend.stream_device(raw))
-        return budget is None or budget.enter(
-            backend.stream_key(raw),
-            wait,
-            deadline,
-            name,
-            block=block,
-            check=self.check,
-            waiting=(lambda: self.waits.host.of(BUDGET, self.ledger.cell_of(index), value, name))
-            if region is self.ledger.region
-            else None,
-        )
-
-    def enqueue_wait(
-        self, backend: Backend, raw: RawStream, region: Region, index: int, value: int, deadline: Deadline, name: str
-    ) -> None:
-        """Makes the stream wait for a word that orders re-use and carries no data (LEDGER.md rule 6)."""
-        if backend.is_thread(raw):
-            wait_word(region, index, value, deadline, check=self.check, what=lambda: f"round {value} of {name!r}")
-        elif self.admit(backend, raw, region, index, value, deadline, name):
-            backend.wait(raw, region, index, value)
-
-    def condemn_own(self, timeline: Timeline, error: BaseException) -> None:
-        """A stream of ours failed before a round that it was to complete."""
-        self.link.post("condemn", wire.Condemn(incarnation=timeline.incarnation, reason=repr(error)[:4096]))
-
-    def suspect(self, block: int) -> bool:
-        """A waiter saw that the owner of this block is dying. The broker sees it too; without one, we condemn in its
-        stead. False when nobody does: the broker is there, but its loop stands still."""
-        return self._in_the_brokers_stead(lambda: self._condemn_dead(block))
-
-    def finish_condemning(self) -> None:
-        """A condemnation is under way. Should its author have died in it, a waiter as we are, and no broker be there,
-        it is completed here: else nobody would condemn the rest of the chain, or let go who waits for the dead."""
-        if self._words[Header.CONDEMNING] & 1:
-            self._in_the_brokers_stead(self._finish_begun)
-
-    def _in_the_brokers_stead(self, condemn: Callable[[], None]) -> bool:
-        """Condemns with the broker's lock held, so that nobody else does, if no broker is there."""
-        if not _suspecting.acquire(blocking=False):
-            return True  # another thread is at it
-        try:
-            if runtime.broker_pid(self.runtime) is not None:
-                return self.link.alive()
-            lock = runtime.Lock(self.runtime)
-            try:
-                lock.acquire()
-            except errors.BrokerRunning:
-                return True
-            try:
-                condemn()
-            finally:
-                lock.release()
-            return True
-        finally:
-            _suspecting.release()
-
-    def _condemn_dead(self, block: int) -> None:
-        if not self.ledger.dying(block):
-            return
-        who = condemn.Culprit(Cell.DIED, *self._owner(block))
-        condemn.finish_begun(self.ledger, who)
-        condemn.condemn(self.ledger, condemn.recorded_by(self.ledger, block), who, failpoint=failpoints.hit)
-
-    def _finish_begun(self) -> None:
-        for block in range(self.ledger.sessions):
-            self._condemn_dead(block)
-        condemn.finish_begun(self.ledger, condemn.Culprit(Cell.DIED))
-
-    def _owner(self, block: int) -> tuple[int, int, str]:
-        """(session, pid, name) of whose block it is."""
-        at = self.ledger.block(block)
-        words = self._words
-        return words[at + Block.SESSION], words[at + Block.PID], self.ledger.read_text(at + Block.NAME)
-
-    def dead(self, block: int, name: str, round: int) -> errors.PeerDied:
-        """What a waiter raises that sees its recorder dead, where no verdict will come."""
-        _, pid, who = self._owner(block)
-        return errors.PeerDied(
-            f"session {who!r} (pid {pid}) died, and the broker does not answer: round {round} of {name!r} will not be "
-            "true; restart the broker",
-            session=who,
-            pid=pid,
-            round=round,
-            name=name,
-        )
-
-    def backend(self, device: str) -> tuple[Backend, int]:
-        """The backend of a device as the wire names it ("cpu", or a GPU's UUID), and its ordinal here."""
-        from .backends import select
-
-        if device == "cpu":
-            return select.backend("cpu"), 0
-        cuda = select.backend("cuda")
-        return cuda, cuda.index(device)
-
-    def open_timeline(self, info: wire.EventInfo) -> Timeline:
-        """The timeline of an event: the ledger made reachable for its device, its CUDA event opened from its handle.
-        One a process, however often the event is opened, since its records are numbered under one lock."""
-        with self._lock:
-            key = (info.incarnation, info.cell)
-            timeline = self._timelines.get(key)
-            if timeline is None:
-                timeline = self._timelines[key] = self._new_timeline(info)
-            if info.handle and timeline.cuda_event is None:  # new, or closed before
-                timeline.cuda_event = self._cuda_event(info)
-            return timeline
-
-    def _new_timeline(self, info: wire.EventInfo) -> Timeline:
-        backend, index = self.backend(info.device)
-        if backend not in self._registered:
-            with backend.using(index):
-                backend.register(self.ledger.region)
-            self._registered.append(backend)
-        backend.blocked_limit(index)  # probed before anything waits there
-        return Timeline(
-            self,
-            backend,
-            info.cell,
-            info.incarnation,
-            info.name,
-            by_event=info.via == "cuda-event",
-        )
-
-    def _cuda_event(self, info: wire.EventInfo) -> Event:
-        from .event import Event
-        from .shared_event import device_of
-
-        event = Event.from_ipc_handle(device_of(self, info.device), info.handle)
-        event._handle = info.handle
-        return event
-
-    def map(self, file: str, *, writable: bool = True) -> Region:
-        """Maps a file of the runtime directory."""
-        return Region.open(self.runtime / file, writable=writable)
-
-    def memory_name(self) -> str:
-        """A new name for a file of session-owned memory, in this session's runtime directory."""
-        self._memories += 1
-        return str(self.runtime / f"smem-{self.number}-{self._memories}")
-
-    def adopt(self, thing: Any) -> None:
-        """`thing` is ended with the session: it has ``_shutdown(deadline)`` and ``_held()``."""
-        with self._lock:
-            self._adopted[id(thing)] = thing
-            self._handles[thing._held()["incarnation"]] += 1
-
-    def forget(self, thing: Any) -> bool:
-        """`thing` has ended. Whether it was the last handle of its incarnation here, and so detaches."""
-        incarnation = thing._held()["incarnation"]
-        with self._lock:
-            if self._adopted.pop(id(thing), None) is None:
-                return False
-            self._handles[incarnation] -= 1
-            if self._handles[incarnation]:
-                return False
-            del self._handles[incarnation]
-            return True
-
-    def detach(self, incarnation: int, quiet: Callable[[], bool], deadline: Deadline) -> None:
-        """Gives the incarnation back once none of this process's device work touches it: at once if `quiet()`, else
-        when the I/O thread sees it so (LEDGER.md rule 1)."""
-        body = wire.Detach(incarnation)
-        if quiet():
-            self.request("detach", body, wire.Empty, deadline)
-        else:
-            self.link.post_when(quiet, "detach", body)
 
     # -- shared events
 
@@ -541,13 +139,6 @@ class Session:
         from .many import select
 
         return select(self, readers, timeout)
-
-    @cached_property
-    def waiter(self) -> Waiter:
-        """Waits for this session's coroutines."""
-        from .many import Waiter
-
-        return Waiter()
 
     # -- what the broker announces
 
@@ -694,11 +285,6 @@ class Session:
 
     def __repr__(self) -> str:
         return f"<ipcsync.Session {self.name!r} in {self.runtime}{' (closed)' if self._closed else ''}>"
-
-
-def _program() -> str:
-    """What this process is called where nobody gave it a name; short enough for a block of the ledger."""
-    return os.path.basename(sys.argv[0]).encode("ascii", "replace").decode()[-50:] or "python"
 
 
 def _after_fork() -> None:

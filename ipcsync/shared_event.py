@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .device import Device
     from .event import Event
     from .session import Session
+    from .session_core import SessionCore
     from .timeline import Timeline
 
 
@@ -267,7 +268,7 @@ def open_event(session: Session, name: str, timeout: Timeout) -> SharedEvent:
         return SharedEvent(session, info, device_of(session, info.device))
 
 
-def device_of(session: Session, uuid: str) -> Device:
+def device_of(session: SessionCore, uuid: str) -> Device:
     from .device import the
 
     backend, index = session.backend(uuid)

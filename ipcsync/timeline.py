@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .backends.base import Backend, RawStream
     from .budget import Budget
     from .event import Event
-    from .session import Session
+    from .session_core import SessionCore
 
 
 def verdict_error(ledger: Ledger, cell: int, name: str) -> IpcSyncError:
@@ -58,7 +58,7 @@ class Timeline:
 
     def __init__(
         self,
-        session: Session,
+        session: SessionCore,
         backend: Backend,
         cell: int,
         incarnation: int,
