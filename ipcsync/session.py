@@ -16,7 +16,7 @@ from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from . import config, endpoints, errors, linux, wire
+from . import config, endpoints, errors, linux, queues, wire
 from .ledger import Block
 from .session_core import SessionCore
 from .waiting import UNSET, Deadline, Timeout
@@ -62,7 +62,7 @@ def connect(
     `start_broker`: start one that leaves with its last session, if none runs. `streams`: whose current stream
     ``stream=None`` means where torch and CuPy are both loaded. `timeout`: seconds for connecting. `default_timeout`:
     seconds of every host wait that names none; None is no deadline, and safe, because death ends the wait.
-    `manage_env`: set ``CUDA_DEVICE_MAX_CONNECTIONS=32`` if CUDA has not started (see the wait budget).
+    `manage_env`: set ``CUDA_DEVICE_MAX_CONNECTIONS`` if CUDA has not started: 32, or 8 under MPS (see the wait budget).
 
     Raises ``BrokerUnavailable`` when none answers, ``PermissionDenied`` when it does not let us in, and
     ``ProtocolMismatch`` when it speaks no version of ours.
@@ -74,7 +74,7 @@ def connect(
     if streams not in (None, "torch", "cupy"):
         raise errors.InvalidArgument(f'streams={streams!r}: "torch", "cupy" or None')
     if manage_env:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        queues.ask(os.environ)
     line = endpoints.line_of(endpoint, start_broker=start_broker)
     if line is None:
         directory = endpoints.directory_of(endpoint, create=start_broker)

@@ -75,6 +75,12 @@ def cuda_error(status: int, call: str, *, forked: bool = False) -> IpcSyncError:
         return CaptureUnsupported(f"{said}: {CAPTURE}", **fields)
     if status in _UNAVAILABLE or status == NOT_INITIALIZED:
         return DeviceUnavailable(f"{said}: {_UNAVAILABLE.get(status, 'CUDA did not start')}; {DOCTOR}", **fields)
+    if status == OUT_OF_MEMORY and call == "cuDevicePrimaryCtxRetain":
+        return OutOfSpace(
+            f"{said}: the GPU has no room for another process: its memory is full, or too many hardware queues are "
+            "asked for; end some, or start them with a smaller CUDA_DEVICE_MAX_CONNECTIONS",
+            **fields,
+        )
     if status == OUT_OF_MEMORY:
         return OutOfSpace(f"{said}: the GPU's memory is full; ask for less, or let some go", **fields)
     if status == NOT_SUPPORTED:

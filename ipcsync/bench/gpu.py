@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from .. import queues
 from .calls import calls
 from .contest import Contestant, Missing, Table, arena, compete, summary
 from .floor import Floor, NoFloor, build
@@ -192,7 +193,7 @@ def _mode(mode: str, env: dict[str, str], *, quick: bool, missing: list[Missing]
 
 
 def main(device: str, out: str, *options: str) -> None:
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    queues.ask(os.environ)
     missing: list[Missing] = []
 
     def keep(tables: list[Table]) -> None:

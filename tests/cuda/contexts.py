@@ -1,5 +1,7 @@
 """How long it takes to make a CUDA context, alone and with others: ``python -m tests.cuda.contexts`` (25 s at most).
 
+With ``--most QUEUES...``: how many processes can have one at once, which is of interest under MPS.
+
 By ``CUDA_DEVICE_MAX_CONNECTIONS``, one process after the other, then four at once; a process that has a context is
 there all the time, so that the GPU itself is not started anew. Milliseconds: cuInit + cuDevicePrimaryCtxRetain /
 release.
@@ -79,5 +81,20 @@ def main() -> None:
     keeper.end()
 
 
+def most(*queues_of_each: int, limit: int = 48) -> None:
+    """Processes one after the other, until one gets no context."""
+    for queues in queues_of_each:
+        makers: list[Maker] = []
+        answer = "they all did"
+        while len(makers) < limit:
+            makers.append(Maker(queues))
+            answer = makers[-1].made()
+            if "error" in answer or answer == "no context":
+                break
+        print(f"{queues} queues: {len(makers) - 1} processes have a context, and of the next: {answer}", flush=True)
+        for maker in makers:
+            maker.kill()
+
+
 if __name__ == "__main__":
-    main()
+    most(*map(int, sys.argv[2:])) if sys.argv[1:2] == ["--most"] else main()

@@ -36,7 +36,8 @@ def main() -> int:
     for name, value in (LONG if options.long else SHORT).items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("IPCSYNC_REQUIRE_CUDA", "1")
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # as for workers: tests hold streams by words
+    # As for workers, since tests hold streams by words; the clients of an MPS server have fewer to share.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8" if options.mps else "32")
     os.environ.setdefault("CUPY_ACCELERATORS", "")  # or each reduction of each type is compiled for seconds
     options.log.parent.mkdir(parents=True, exist_ok=True)
     os.environ["IPCSYNC_TEST_LOG"] = str(options.log)

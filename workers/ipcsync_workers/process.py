@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
+from ipcsync import queues
+
 from . import messages
 
 _CHUNK = 1 << 16
@@ -28,6 +30,8 @@ class Process:
         self.end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Its own process group: the terminal's Ctrl-C is for the supervisor, which drains. Spawned, never forked: CUDA
         # and threads do not survive a fork.
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+        queues.ask(environment)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "ipcsync_workers.worker", str(theirs.fileno())],
             pass_fds=(theirs.fileno(), plan.counters, plan.board),
@@ -35,7 +39,7 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             process_group=0,
-            env={"CUDA_DEVICE_MAX_CONNECTIONS": "32", **os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"},
+            env=environment,
         )
         theirs.close()
         assert self._process.stdout is not None
