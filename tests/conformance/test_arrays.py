@@ -29,7 +29,7 @@ from ipcsync.waiting import Deadline
 
 from ..harness import Child, Peer
 from .cases import Case, case  # noqa: F401
-from .test_channels import host, same
+from .items import host, same
 
 Spawn = Callable[..., Child]
 FIELDS = {"layer.0": Field((16, 4), "float32"), "layer.1": Field((3,), "int64"), "step": Field((), "int32")}

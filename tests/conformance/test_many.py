@@ -15,7 +15,7 @@ from ipcsync.errors import InvalidArgument, PeerDied, WaitTimeout
 
 from ..harness import Child, Peer, wait_until
 from .cases import Case, case  # noqa: F401
-from .test_channels import SHAPE, fail_after, hang_in_slot, same, write_items
+from .items import SHAPE, fail_after, hang_in_slot, same, write_items
 
 Spawn = Callable[..., Child]
 

@@ -28,6 +28,9 @@ _KILLS = re.compile(r"\.kill\b")
 _ORDER = (
     "conformance/test_shared_events",
     "conformance/test_channels",
+    "conformance/test_channel_ends",
+    "conformance/test_channel_readers",
+    "conformance/test_channel_streams",
     "conformance/test_arrays",
     "conformance/test_event",
     "conformance/test_event_processes",

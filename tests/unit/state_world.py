@@ -6,6 +6,7 @@ from collections import deque
 from typing import Any
 
 import msgspec
+import pytest
 
 from ipcsync import errors, ledger, wire
 from ipcsync_broker import journal, model, recovery
@@ -37,6 +38,7 @@ from ipcsync_broker.model import (
 from ipcsync_broker.state import State
 
 UID, NAMESPACE = 1000, 4026531836
+EVENT = wire.CreateEvent("e", "cpu")
 SPEC = wire.ChannelSpec(fields=(wire.FieldSpec("array", (4,), "uint8"),), stride=256, depth=2, max_readers=2)
 
 
@@ -361,3 +363,22 @@ class World:
             if isinstance(now, Session):
                 now = msgspec.structs.replace(now, attached=set(), away=False)
             assert record == now, f"the journal's {kind} {id} is out of date"
+
+
+def two(world: World) -> None:
+    """Two sessions greet: ``b"a"`` of pid 11, and ``b"b"`` of pid 12."""
+    assert isinstance(world.hello(b"a", 11), wire.Welcome)
+    assert isinstance(world.hello(b"b", 12), wire.Welcome)
+
+
+def channel(world: World) -> wire.ChannelInfo:
+    made: wire.ChannelInfo = world.call(b"a", "create_channel", wire.CreateChannel("c", "cpu", SPEC))
+    assert isinstance(world.call(b"b", "open_channel", wire.Open("channel", "c")), wire.ChannelInfo)
+    return made
+
+
+@pytest.fixture
+def world() -> World:
+    made = World()
+    two(made)
+    return made
