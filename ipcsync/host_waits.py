@@ -19,9 +19,9 @@ from .ledger import Block, Ledger, pack_wait, unpack_wait
 
 TELL = 20_000_000  # nanoseconds
 #: What is waited for: the record of a round, its completion, a buffer that readers still hold (of a channel or array),
-#: a place in the wait budget.
-ISSUED, COMPLETED, SPACE, BUDGET = 1, 2, 3, 4
-FOR = {ISSUED: "input", COMPLETED: "completion", SPACE: "space", BUDGET: "budget"}
+#: a place in the wait budget; the next item of any of several channels, whose readers' AWAITED words say which.
+ISSUED, COMPLETED, SPACE, BUDGET, SEVERAL = 1, 2, 3, 4, 7
+FOR = {ISSUED: "input", COMPLETED: "completion", SPACE: "space", BUDGET: "budget", SEVERAL: "input"}
 #: How a long wait ended; the words of Block.COUNTS.
 CAME, TIMED_OUT, ENDED = 0, 1, 2
 OUTCOMES = {CAME: "came", TIMED_OUT: "timed_out", ENDED: "ended"}

@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from . import bells, linux
 from .errors import EndOfStream, InvalidArgument, WaitTimeout
-from .host_waits import ISSUED
+from .host_waits import SEVERAL
 from .ledger import Cell
 from .ring import Head
+from .ring import Reader as Words
 from .waiting import SLICE, UNSET, Deadline, Timeout
 
 if TYPE_CHECKING:
@@ -54,18 +56,35 @@ def select(session: Session, readers: Sequence[Reader], timeout: Timeout = UNSET
     words = _words_of(readers)
     if ready := _arrived(session, readers):
         return ready
-    first = readers[0]  # a wait that takes long is told as a wait for this one
+    first = readers[0]  # a wait that takes long is told as a wait for this one, and in each reader's own words
     cell, number = first._epochs.timeline.cell, first._turn.next
-    with session.waits.host.of(ISSUED, cell, number, first.channel.name) as waiting:
+    with session.waits.host.of(SEVERAL, cell, number, first.channel.name) as waiting, _told(readers) as tell:
         while True:
             left = deadline.left(_NAP if polled else SLICE)
             if left == 0.0:
                 return []
             linux.futex_wait_any(words, left)
+            tell()
             waiting.still()
             words = _words_of(readers)
             if ready := _arrived(session, readers):
                 return ready
+
+
+@contextmanager
+def _told(readers: Sequence[Reader]) -> Iterator[Callable[[], None]]:
+    """Says in the readers' cells which items are waited for, for ``ipcsync why``; to be called after each sleep."""
+    cells = [(reader, reader._control.words, reader._turn.at + Words.AWAITED) for reader in readers]
+
+    def tell() -> None:
+        for reader, words, at in cells:
+            words[at] = reader._turn.next
+
+    try:
+        yield tell
+    finally:
+        for _, words, at in cells:
+            words[at] = 0
 
 
 def _arrived(session: Session, readers: Sequence[Reader]) -> list[Reader]:

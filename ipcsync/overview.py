@@ -15,7 +15,7 @@ from . import linux, runtime
 from .errors import IpcSyncError
 from .host_waits import OUTCOMES
 from .ledger import FOREVER, Block, Cell, Header, Ledger
-from .ring import Buffer, Control, Head, Reader, open_control
+from .ring import Buffer, Control, Group, Head, Reader, open_control
 
 KINDS = ("events", "channels", "arrays")
 
@@ -134,7 +134,7 @@ class _Reading:
                 "held": held,
                 "behind": behind,
                 "skipped": int(words[at + Reader.SKIPPED]) if control.depth else 0,
-                "taken": int(words[at + Reader.CURSOR]) - 1
+                "taken": _next(control, at) - 1
                 if control.depth
                 else sum(int(words[i + Reader.BEGUN]) for i in range(at, at + Reader.LANES)),
             }
@@ -153,4 +153,10 @@ def reader_load(control: Control, at: int, issued: int) -> tuple[int, int]:
     if words[at + Reader.POLICY] == Reader.LATEST:
         return held, 0  # what it has not taken it may have to miss
     last = min(issued, int(words[at + Reader.UNTIL]))
-    return held, max(0, last + 1 - int(words[at + Reader.CURSOR]))
+    return held, max(0, last + 1 - _next(control, at))
+
+
+def _next(control: Control, at: int) -> int:
+    """The next item that a channel's reader takes: of a group's, the first that no member has."""
+    words, group = control.words, int(control.words[at + Reader.GROUP])
+    return int(words[control.group(group - 1) + Group.CURSOR] if group else words[at + Reader.CURSOR])

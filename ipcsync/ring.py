@@ -84,6 +84,7 @@ class Reader:
     STATE, OWNER, POLICY, START = 0, 1, 2, 3  # broker; OWNER: block + 1
     GROUP, GONE = 4, 5  # broker; GROUP: index of the group's line + 1; GONE: a dead member's process is gone
     CURSOR, UNTIL, SKIPPED = 8, 9, 10  # reader; UNTIL: the last item it accounts for, FOREVER while it reads
+    AWAITED = 11  # reader: the item that it waits for as one of several (`session.select`); 0 while it does not
     BEGUN, RELEASED, DONE = 8, 16, 24  # an array's: reads begun and ended (host), ended (device), of each of its LANES
     LANES = 8
     WORDS = 16
@@ -252,7 +253,7 @@ def join(
         words[at + control.released + b] = words[at + control.taken + b] = 0
     words[at + Reader.OWNER], words[at + Reader.GROUP], words[at + Reader.GONE] = block + 1, index + 1, 0
     words[at + Reader.POLICY] = Reader.LATEST if policy == "latest" else Reader.BLOCK
-    words[at + Reader.UNTIL], words[at + Reader.SKIPPED] = FOREVER, 0
+    words[at + Reader.UNTIL], words[at + Reader.SKIPPED], words[at + Reader.AWAITED] = FOREVER, 0, 0
     words[at + Reader.START] = words[at + Reader.CURSOR] = cursor
     words[at + Reader.STATE] = Reader.ACTIVE
     words[Head.ROSTER] += 1

@@ -44,6 +44,7 @@ class Wait:
     round: int
     since: int | None = None
     name: str = ""  # of NAME: what is to be created; its `cell` is -1
+    several: bool = False  # it ends with any of the session's waits that say so
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,10 @@ def follow(picture: Picture, *starts: Wait | Proc | Thing) -> Chain:
             walk.session(start.block, [])
         else:
             for wait in (w for w in picture.waits if w.cell == start.cell):
-                walk.wait(wait, [wait.block])
+                if wait.several:
+                    walk.session(wait.block, [])  # alone it says nothing of a deadlock
+                else:
+                    walk.wait(wait, [wait.block])
             if start.recorder is not None:
                 walk.session(start.recorder, [])
             elif start.verdict is None and not any(w.cell == start.cell for w in picture.waits):
@@ -144,33 +148,42 @@ def follow(picture: Picture, *starts: Wait | Proc | Thing) -> Chain:
 class _Walk:
     def __init__(self, picture: Picture, chain: Chain) -> None:
         self.picture, self.chain = picture, chain
-        self.seen: set[Wait] = set()
+        self.seen: dict[Wait, bool] = {}  # whether it is part of a deadlock
         self.ended: set[End] = set()
 
-    def session(self, block: int, trail: list[int]) -> None:
-        """What this session waits for in turn; `trail` are the sessions that led here."""
+    def session(self, block: int, trail: list[int]) -> bool:
+        """What this session waits for in turn; `trail` are the sessions that led here. Whether that is a deadlock."""
         if block in trail:
             self.deadlock(trail[trail.index(block) :])
-            return
+            return True
         proc = self.picture.procs.get(block)
         if proc is None:
             self.end(End("dead", "a session that has ended", block))
-            return
+            return False
         waits = self.picture.of(block)
         if proc.state in ("stopped", "dead", "silent") or not waits:
             self.end(_end(proc))
-            return
-        for wait in waits:
-            self.wait(wait, [*trail, block])
+            return False
+        before = len(self.chain.deadlocks)
+        circles = [self.wait(wait, [*trail, block]) for wait in waits if not wait.several]
+        either = [self.wait(wait, [*trail, block]) for wait in waits if wait.several]
+        if not any(circles) and not all(either):  # one of the several may come, and the circle is none
+            found, self.chain.deadlocks[before:] = self.chain.deadlocks[before:], []
+            self.chain.deadlocks += [names for names in found if str(proc) not in names]
+        return any(circles) or (bool(either) and all(either))
 
-    def wait(self, wait: Wait, trail: list[int]) -> None:
+    def wait(self, wait: Wait, trail: list[int]) -> bool:
         if wait in self.seen:
-            return
-        self.seen.add(wait)
+            return self.seen[wait]
+        self.seen[wait] = False
+        self.seen[wait] = self._wait(wait, trail)
+        return self.seen[wait]
+
+    def _wait(self, wait: Wait, trail: list[int]) -> bool:
         if wait.kind == NAME:
             self.link(wait, f"{wait.name!r} to be created", [])
             self.end(End("nobody", f"nobody has created {wait.name!r}"))
-            return
+            return False
         thing = self.picture.things.get(wait.cell) or Thing(wait.cell, f"cell {wait.cell}")
         blockers = _blockers(wait, thing)
         self.link(wait, _what(wait, thing), blockers)
@@ -182,12 +195,10 @@ class _Walk:
             self.end(End("released", f"{_called(thing)} has reached round {wait.round}: the wait is ending"))
         elif not blockers:
             self.end(_nobody(thing, wait))
-        for block in blockers:
-            self.session(block, trail)
+        circles = [self.session(block, trail) for block in blockers]
         if wait.kind == BUDGET:  # any of these would make room
-            for other in self.picture.of(wait.block):
-                if other.kind == DEVICE:
-                    self.wait(other, trail)
+            circles += [self.wait(other, trail) for other in self.picture.of(wait.block) if other.kind == DEVICE]
+        return any(circles)
 
     def link(self, wait: Wait, what: str, blockers: list[int]) -> None:
         proc = self.picture.procs.get(wait.block)
@@ -228,7 +239,8 @@ def _what(wait: Wait, thing: Thing) -> str:
     item = {"event": "round", "channel": "item", "array": "version"}[thing.kind]
     called = f"{item} {wait.round} of {_called(thing)}"
     if wait.kind == ISSUED:
-        return f"{called} to be {'recorded' if thing.kind == 'event' else 'published'} (so far: {thing.issued})"
+        among = ", one of several" if wait.several else ""
+        return f"{called} to be {'recorded' if thing.kind == 'event' else 'published'} (so far: {thing.issued}){among}"
     if wait.kind == COMPLETED:
         return f"{called} to be complete (issued: {thing.issued}, complete: {thing.completed})"
     if wait.kind == SPACE:

@@ -10,7 +10,7 @@ from typing import Any
 
 from . import linux
 from .errors import IpcSyncError
-from .host_waits import announced
+from .host_waits import ISSUED, SEVERAL, announced
 from .ledger import FOREVER, Block, Cell, Header, Ledger
 from .overview import reader_load
 from .ring import Control, Reader, open_control
@@ -29,6 +29,7 @@ def read(
     are looked at, beside those that somebody waits for."""
     procs = {proc.block: proc for proc in _procs(ledger)}
     waits = tuple(w for block in procs for w in _waits(ledger, block))
+    waits = tuple(_each(ledger, waits))
     for told in (status or {}).get("awaited", ()):
         waits += (Wait(told["block"], NAME, -1, 0, int(told["since"] * 1e9), told["name"]),)
     wanted = {wait.cell for wait in waits} | set(of_interest)
@@ -69,6 +70,36 @@ def _waits(ledger: Ledger, block: int) -> Iterator[Wait]:
         at = ledger.cell(cell)
         if ledger.words[at + Cell.WORD] < round:  # entries of finished waits stay until their place is needed
             yield Wait(block, DEVICE, cell, round)
+
+
+def _each(ledger: Ledger, waits: Iterable[Wait]) -> Iterator[Wait]:
+    """A wait for any of several channels as one for each of them."""
+    several: dict[int, Wait] = {}  # by block
+    for wait in waits:
+        if wait.kind != SEVERAL:
+            yield wait
+        elif several.setdefault(wait.block, wait) is not wait and wait.since:
+            several[wait.block] = min(wait, several[wait.block], key=lambda w: w.since or 0)
+    for path in Path(ledger.region.path).parent.glob("ctl-*") if several else ():
+        try:
+            control = open_control(path)
+        except (OSError, IpcSyncError):
+            continue  # it goes away meanwhile
+        try:
+            for block, item in _awaited(control):
+                if block in several:
+                    yield Wait(block, ISSUED, control.event_cell, item, several[block].since, several=True)
+        finally:
+            control.region.close()
+
+
+def _awaited(control: Control) -> Iterator[tuple[int, int]]:
+    """(block, item) of the readers that wait for this channel among several."""
+    words = control.words
+    for cell in range(control.max_readers if control.depth else 0):
+        at = control.reader(cell)
+        if words[at + Reader.STATE] == Reader.ACTIVE and (item := int(words[at + Reader.AWAITED])):
+            yield int(words[at + Reader.OWNER]) - 1, item
 
 
 def _things(ledger: Ledger, names: Mapping[int, str], wanted: set[int]) -> Iterator[Thing]:
