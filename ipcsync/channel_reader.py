@@ -69,21 +69,27 @@ class Reader:
         the last one; ``PeerDied`` when the writer died, ``PeerFailed`` when it was left by an exception. The stream
         may be another GPU's: its device is current in the turn, and ``slot.array`` stays where it is.
         """
-        raw = self.session.reading_stream(stream, self.device)
-        deadline = self.session.deadline(timeout)
-        if not self._lock.acquire(False) and not self._lock.acquire(timeout=deadline.left(threading.TIMEOUT_MAX)):
-            raise WaitTimeout(f"another thread is in get() of {self.channel.name!r}", timeout=deadline.timeout)
+        session = self.session
+        raw = session.reading_stream(stream, self.device)
+        deadline = None if timeout is UNSET else session.deadline(timeout)  # most turns need none
+        if not self._lock.acquire(False):
+            deadline = deadline or session.deadline()
+            if not self._lock.acquire(timeout=deadline.left(threading.TIMEOUT_MAX)):
+                raise WaitTimeout(f"another thread is in get() of {self.channel.name!r}", timeout=deadline.timeout)
         try:
             while True:
-                self._await(deadline)
+                found = self._look()
+                if found is None:
+                    deadline = deadline or session.deadline()
+                    found = self._await(deadline)
                 before = self._unconfirmed
-                slot = self._take(raw)
+                slot = self._take(raw, *found)
                 if slot is None:
                     continue
                 try:
                     timeline = self._epochs.timeline
                     if not timeline.wait_now(raw, slot.number):
-                        timeline.wait(raw, slot.number, deadline)
+                        timeline.wait(raw, slot.number, deadline or session.deadline())
                 except PeerDied:
                     self._release(slot, None)
                     self._unconfirmed = before
@@ -172,19 +178,29 @@ class Reader:
             return True
         return epochs.timeline.completed >= number or bad <= number
 
-    def _await(self, deadline: Deadline) -> None:
-        """Returns once the next item was issued and may be taken."""
+    def _look(self) -> tuple[int, int] | None:
+        """(the last item issued, the first that is condemned) if there is one to be taken, else None. Raises if nothing
+        can be taken any more, or if the last item taken has been condemned."""
+        epochs, session = self._epochs, self.session
+        bad = epochs.bad
+        if bad <= self._unconfirmed:
+            self._settle()
+        if self._closed:
+            self.channel.refuse("reader")
+        if self._over is not None:
+            raise self._over
+        session.check()
+        issued = epochs.issued
+        return (issued, bad) if self._turn.ready(issued, bad) else None
+
+    def _await(self, deadline: Deadline) -> tuple[int, int]:
+        """What :meth:`_look` finds, once the next item was issued and may be taken."""
         epochs = self._epochs
         while True:
-            self._settle()
-            if self._closed:
-                self.channel.refuse("reader")
-            if self._over is not None:
-                raise self._over
-            self.session.check()
+            found = self._look()
+            if found is not None:
+                return found
             number, bad = self._turn.next, epochs.bad
-            if self._turn.ready(epochs.issued, bad):
-                return
             if number >= bad:
                 self._next_writer(deadline)
             elif epochs.ended(number):
@@ -219,16 +235,16 @@ class Reader:
                 raise _Changed from None
             raise
 
-    def _take(self, raw: RawStream) -> ReadSlot | None:
+    def _take(self, raw: RawStream, issued: int, bad: int) -> ReadSlot | None:
         turn, words = self._turn, self._words
-        taken = turn.take(self._epochs.issued, self._epochs.bad)
+        taken = turn.take(issued, bad)
         if taken is None:
             return None
         number, b = taken
-        if not turn.attached:
+        if words[turn.at + Words.STATE] != Words.ACTIVE:
             raise StaleHandle(f"this session was taken for stopped: its reader of {self.channel.name!r} was detached")
         skipped, turn.skipped = turn.skipped, 0
-        at = self._control.buffer(b)
+        at = self._control.buffers[b]
         slot = ReadSlot(self, raw, number, words[at + Buffer.EPOCH], skipped)
         slot.published = words[at + Buffer.PUBLISHED]
         if skipped:
@@ -244,7 +260,8 @@ class Reader:
             if sizes >> 32:
                 arrays = self._smaller(arrays, at + Buffer.EXTENTS)
         slot._buffer, slot._arrays = b, arrays
-        self._unconfirmed = max(self._unconfirmed, number)
+        if number > self._unconfirmed:
+            self._unconfirmed = number
         self._held.add(slot)
         return slot
 

@@ -70,35 +70,40 @@ class Writer:
     def _begin(self, slot: WriteSlot) -> None:
         if slot._buffer >= 0 or isinstance(slot._extents, dict):
             raise InvalidState("this slot had its turn: take another with writer.slot()")
-        deadline = self.session.deadline(slot._extents)
-        b, waits = self._claim(deadline)
-        try:
-            self._behind(slot._raw, b, waits, deadline)
-        except BaseException:
-            with self._lock:
-                self._choice.put_back(b)
-            raise
+        timeout = slot._extents
+        deadline = None if timeout is UNSET else self.session.deadline(timeout)  # most turns need none
+        self._check()
+        with self._lock:
+            found = self._choice.pick()
+        if found is None:
+            deadline = deadline or self.session.deadline()
+            found = self._await_space(deadline)
+        b, waits = found
+        ledger, at = self._ledger, self._at
+        if waits or self._left or ledger[at + Cell.WORD] < self._choice.items[b]:
+            try:
+                self._behind(slot._raw, b, waits, deadline or self.session.deadline())
+            except BaseException:
+                with self._lock:
+                    self._choice.put_back(b)
+                raise
         slot._extents = {}
         slot._buffer, slot._arrays = b, self._views[b]
-        slot.number = self._ledger[self._at + Cell.ISSUED] + 1
+        slot.number = ledger[at + Cell.ISSUED] + 1
         recorder = trace.ACTIVE
         if recorder is not None:
             recorder.opened(slot)
-
-    def _claim(self, deadline: Deadline) -> tuple[int, list[tuple[int, int]]]:
-        self._check()
-        found = self._pick()
-        if found is not None:
-            return found
-        number = self._ledger[self._at + Cell.ISSUED] + 1
-        with self.session.waits.host.of(SPACE, self._timeline.cell, number, self.channel.name) as waiting:
-            return self._await_space(deadline, waiting.still)
 
     def _pick(self) -> tuple[int, list[tuple[int, int]]] | None:
         with self._lock:
             return self._choice.pick()
 
-    def _await_space(self, deadline: Deadline, still: Callable[[], None]) -> tuple[int, list[tuple[int, int]]]:
+    def _await_space(self, deadline: Deadline) -> tuple[int, list[tuple[int, int]]]:
+        number = self._ledger[self._at + Cell.ISSUED] + 1
+        with self.session.waits.host.of(SPACE, self._timeline.cell, number, self.channel.name) as waiting:
+            return self._look_for_space(deadline, waiting.still)
+
+    def _look_for_space(self, deadline: Deadline, still: Callable[[], None]) -> tuple[int, list[tuple[int, int]]]:
         region, token, asleep = self._control.region, 0, 0
         found = spin(self._pick)
         while True:
@@ -164,16 +169,18 @@ class Writer:
             self.session.enqueue_wait(self._backend, raw, region, word, value, deadline, name)
 
     def _publish(self, slot: WriteSlot) -> None:
-        b, at, words = slot._buffer, self._control.buffer(slot._buffer), self._words
+        b, at, words = slot._buffer, self._control.buffers[slot._buffer], self._words
         with self._lock:
             try:
                 self._check()
-                meta = encode_meta(slot.meta, self.channel.meta_bytes, self.channel.name)
-                number = self._ledger[self._at + Cell.ISSUED] + 1
-                words[at + Buffer.SIZES] = len(meta) | (self._store_extents(slot, at) << 32)
-                if meta:
-                    start = self._control.meta_at(b)
-                    self._control.region.bytes[start : start + len(meta)] = meta
+                number, sizes = self._ledger[self._at + Cell.ISSUED] + 1, 0
+                if slot.meta:
+                    meta = encode_meta(slot.meta, self.channel.meta_bytes, self.channel.name)
+                    start, sizes = self._control.meta_at(b), len(meta)
+                    self._control.region.bytes[start : start + sizes] = meta
+                if slot._extents:
+                    sizes |= self._store_extents(slot, at)
+                words[at + Buffer.SIZES] = sizes
                 words[at + Buffer.PUBLISHED] = time.monotonic_ns()
                 publish(self._control, b, number, self.epoch)
                 if failpoints.ARMED:
@@ -206,16 +213,14 @@ class Writer:
             self._choice.put_back(b)
 
     def _store_extents(self, slot: WriteSlot, at: int) -> int:
-        """Stores the item's extents behind the buffer's record; 0 when it is as large as the fields."""
+        """Stores the item's extents behind the buffer's record; returns the mark of that in its SIZES."""
         assert isinstance(slot._extents, dict)
-        if not slot._extents:
-            return 0
         at += Buffer.EXTENTS
         for spec in self.channel.spec.fields:
             for n in slot._extents.get(spec.name, spec.shape):
                 self._words[at] = n
                 at += 1
-        return 1
+        return 1 << 32
 
     # -- leaving
 

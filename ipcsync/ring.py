@@ -126,6 +126,7 @@ class Control:
         line = _lines(self.depth)
         self.taken, self.released, self.done = (Reader.WORDS + i * line for i in range(3))
         self.meta_words = Buffer.EXTENTS + _lines(words[Head.EXTENTS]) if self.depth else 0
+        self.buffers = [self._buffers + b * self._buffer_words for b in range(self.depth)]  # where each one's record is
 
     def buffer(self, index: int) -> int:
         return int(self._buffers + index * self._buffer_words)

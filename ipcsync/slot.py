@@ -15,7 +15,6 @@ from .waiting import UNSET, Timeout
 
 if TYPE_CHECKING:
     from .backends.base import Backend, RawStream
-    from .channel import Channel
     from .channel_reader import Reader
     from .channel_writer import Writer
 
@@ -35,14 +34,14 @@ class Slot:
         self._raw = raw
         self._using: AbstractContextManager[None] | None = None
 
-    def _make_current(self, channel: Channel) -> None:
-        self._using = current(channel.backend, self._raw)
+    def _make_current(self, backend: Backend) -> None:
+        self._using = current(backend, self._raw)
         self._using.__enter__()
 
     def _leave_current(self) -> None:
         using, self._using = self._using, None
-        if using is not None:
-            using.__exit__(None, None, None)
+        assert using is not None
+        using.__exit__(None, None, None)
 
     def _mine(self) -> dict[str, Any]:
         if self._arrays is None:
@@ -84,7 +83,7 @@ class WriteSlot(Slot):
     __slots__ = ("_buffer", "_extents", "_writer", "epoch", "meta", "number")
 
     def __init__(self, writer: Writer, raw: RawStream, meta: Mapping[str, Any] | None, timeout: Timeout) -> None:
-        super().__init__(raw)
+        self._arrays, self._raw, self._using = None, raw, None
         self._writer, self._buffer = writer, -1
         self.epoch = writer.epoch
         self._extents: dict[str, tuple[int, ...]] | Timeout = timeout  # the timeout, until the turn begins
@@ -123,12 +122,15 @@ class WriteSlot(Slot):
         writer._timeline.wait_host(self.number, writer.session.deadline(timeout))
 
     def __enter__(self) -> WriteSlot:
-        self._writer._begin(self)
-        self._make_current(self._writer.channel)
+        writer = self._writer
+        writer._begin(self)
+        if writer._backend.device_writes:
+            self._make_current(writer._backend)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._leave_current()
+        if self._using is not None:
+            self._leave_current()
         if self._arrays is None:
             return  # discarded
         if kind is not None:
@@ -147,7 +149,7 @@ class ReadSlot(Slot):
     __slots__ = ("_buffer", "_meta", "_raw_meta", "_reader", "_timeline", "epoch", "number", "published", "skipped")
 
     def __init__(self, reader: Reader, raw: RawStream, number: int, epoch: int, skipped: int) -> None:
-        super().__init__(raw)
+        self._arrays, self._raw, self._using = None, raw, None
         self._reader, self._buffer, self.epoch = reader, -1, epoch
         self._timeline = reader._epochs.timeline
         self.number = number
@@ -186,12 +188,16 @@ class ReadSlot(Slot):
             self._reader._release(self, stream)
 
     def __enter__(self) -> ReadSlot:
-        self._make_current(self._reader.channel)
+        backend = self._reader._backend
+        if backend.device_writes:
+            self._make_current(backend)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._leave_current()
-        self.release()
+        if self._using is not None:
+            self._leave_current()
+        if self._arrays is not None:
+            self._reader._release(self, None)
         if kind is None:
             self._reader._settle()
 

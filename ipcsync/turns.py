@@ -38,11 +38,13 @@ class Choice:
     def __init__(self, control: Control) -> None:
         self.control = control
         self.words = words = control.words
-        self.items = [int(words[control.buffer(b) + Buffer.ITEM]) for b in range(control.depth)]
+        self.items = [int(words[at + Buffer.ITEM]) for at in control.buffers]
         self.order = sorted(range(control.depth), key=self.items.__getitem__)  # oldest item first; not those in use
         #: Ledger blocks of readers known to be dead: nothing waits for them. Forgotten when the roster changes.
         self.dead: set[int] = set()
         self._readers: list[_Seen] = []
+        #: (RELEASED, DONE) of each: an item that all are past is wanted by nobody. None where there are groups.
+        self._rows: list[tuple[int, int]] | None = None
         self._groups: list[tuple[int, int]] = []  # (index, line) of the groups that have living members
         self._roster = -1
 
@@ -94,7 +96,9 @@ class Choice:
                         words[at + Reader.OWNER],
                     )
                 )
-        groups = range(control.max_readers) if any(r.grouped for r in self._readers) else ()
+        grouped = any(r.grouped for r in self._readers)
+        self._rows = None if grouped else [(r.released, r.done) for r in self._readers]
+        groups = range(control.max_readers) if grouped else ()
         self._groups = [(index, control.group(index)) for index in groups if control.living(index)]
 
     def _wants(self, r: _Seen, b: int, item: int) -> bool:
@@ -116,29 +120,24 @@ class Choice:
         while True:
             if words[Head.ROSTER] != self._roster:
                 self._look()
-            dropped = False
+            dropped, rows = False, self._rows
             waits.clear()
             # A member takes, then moves the cursor; and takes over, then counts it, then frees the dead one. So: the
             # cursors first, and all again if something was taken over meanwhile.
-            adopted = [words[line + Group.ADOPTED] for _, line in self._groups]
-            for index, line in self._groups:
-                if words[line + Group.CURSOR] <= item and not self._void(b, item) and self.control.living(index):
+            adopted = self._adopted() if self._groups else None
+            past = rows is not None
+            for released, done in rows or ():
+                if words[released + b] < item or words[done + b] < item:
+                    past = False
+                    break
+            if not past:
+                looked = self._given_up(b, item, waits)
+                if looked is None:
                     return False
-            for r in self._readers:
-                if r.owner - 1 in self.dead and not r.grouped:
-                    continue
-                if self._wants(r, b, item):
-                    return False
-                if item >= r.start or r.grouped:
-                    if words[r.released + b] < item:
-                        dropped |= not r.grouped
-                    elif words[r.done + b] < item:
-                        waits.append((r.done + b, item))
+                dropped = looked
             if words[Head.CLAIMED] < item:
                 words[Head.CLAIMED] = item  # announce, then look who is there
-            if words[Head.ROSTER] == self._roster and adopted == [
-                words[line + Group.ADOPTED] for _, line in self._groups
-            ]:
+            if words[Head.ROSTER] == self._roster and (adopted is None or adopted == self._adopted()):
                 break
         if not dropped:
             return True
@@ -146,6 +145,28 @@ class Choice:
             words[Head.DROPPED] = item
         linux.membarrier()
         return not any(self._wants_taken(r, b, item) for r in self._readers)
+
+    def _adopted(self) -> list[int]:
+        return [self.words[line + Group.ADOPTED] for _, line in self._groups]
+
+    def _given_up(self, b: int, item: int, waits: list[tuple[int, int]]) -> bool | None:
+        """None where somebody holds the item or is still to have it; else whether it would be taken from a ``latest``
+        reader. Adds the waits for those who are done with it on the host only."""
+        words, dropped = self.words, False
+        for index, line in self._groups:
+            if words[line + Group.CURSOR] <= item and not self._void(b, item) and self.control.living(index):
+                return None
+        for r in self._readers:
+            if r.owner - 1 in self.dead and not r.grouped:
+                continue
+            if self._wants(r, b, item):
+                return None
+            if item >= r.start or r.grouped:
+                if words[r.released + b] < item:
+                    dropped |= not r.grouped
+                elif words[r.done + b] < item:
+                    waits.append((r.done + b, item))
+        return dropped
 
     def _wants_taken(self, r: _Seen, b: int, item: int) -> bool:
         words, asked = self.words, r.grouped or (item >= r.start and r.owner - 1 not in self.dead)
@@ -165,7 +186,7 @@ class Turn:
             self.at + control.released,
             self.at + control.done,
         )
-        self._buffers = [control.buffer(b) for b in range(control.depth)]
+        self._buffers = control.buffers
         self._likely = 0
 
     def ready(self, issued: int, bad: int) -> bool:
@@ -187,11 +208,12 @@ class Turn:
 
     def _find(self, number: int) -> int | None:
         depth, buffers = self.control.depth, self._buffers
-        for i in range(depth):  # buffers are mostly used in turn
-            b = (self._likely + i) % depth
-            if self.words[buffers[b] + Buffer.ITEM] == number:
-                self._likely = b + 1
+        b, words = self._likely, self.words
+        for _ in range(depth):  # buffers are mostly used in turn
+            if words[buffers[b] + Buffer.ITEM] == number:
+                self._likely = b + 1 if b + 1 < depth else 0
                 return b
+            b = b + 1 if b + 1 < depth else 0
         return None
 
     def move_to(self, number: int) -> None:
@@ -212,8 +234,10 @@ class Turn:
 
     def release(self, b: int, number: int) -> None:
         """The host is done with it; on the device it is once DONE says so, which must be under way before this."""
-        self.words[self.released + b] = number
-        self.ring()
+        words = self.words
+        words[self.released + b] = number
+        if words[Head.DOORBELL]:
+            self.ring()
 
     def undo(self, b: int, number: int) -> None:
         """Takes a take back: the item is the next one again."""
@@ -251,6 +275,6 @@ class LatestTurn(Turn):
 
 def publish(control: Control, b: int, number: int, epoch: int) -> None:
     """Says which item the buffer holds; it counts once that item's round is issued."""
-    at = control.buffer(b)
-    control.words[at + Buffer.EPOCH] = epoch
-    control.words[at + Buffer.ITEM] = number
+    at, words = control.buffers[b], control.words
+    words[at + Buffer.EPOCH] = epoch
+    words[at + Buffer.ITEM] = number
