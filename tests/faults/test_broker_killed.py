@@ -148,7 +148,7 @@ def test_memory_outlives_its_broker_for_whoever_has_it(runtime: Path, spawn: Cal
                 assert (bench.values(stream, view["a"]) == 2).all()
             came = spawn(newcomer).join()
             say(f"who opens the memory of a dead broker, {device}: {came}")
-            assert came in ("told", *("9",) * (device == "cuda"))
+            assert came == "told" or (device == "cuda" and int(came) in range(1, 10))
             with session.create_channel("another", shape=(4,), dtype="uint64", device=device) as other:
                 assert other.depth == 4
     assert broker.stop() == 0, broker.log()
