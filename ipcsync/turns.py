@@ -152,9 +152,9 @@ class Choice:
     def _given_up(self, b: int, item: int, waits: list[tuple[int, int]]) -> bool | None:
         """None where somebody holds the item or is still to have it; else whether it would be taken from a ``latest``
         reader. Adds the waits for those who are done with it on the host only."""
-        words, dropped = self.words, False
+        words, dropped, void = self.words, False, self._void(b, item)
         for index, line in self._groups:
-            if words[line + Group.CURSOR] <= item and not self._void(b, item) and self.control.living(index):
+            if words[line + Group.CURSOR] <= item and not void and self.control.living(index):
                 return None
         for r in self._readers:
             if r.owner - 1 in self.dead and not r.grouped:
@@ -166,6 +166,12 @@ class Choice:
                     dropped |= not r.grouped
                 elif words[r.done + b] < item:
                     waits.append((r.done + b, item))
+            before = words[r.taken + b]
+            if void and words[r.released + b] < item and words[r.done + b] < before:
+                # Its writer's stream had to wait for this too, and nobody knows whether it did before it died.
+                if r.retired:
+                    return None
+                waits.append((r.done + b, before))
         return dropped
 
     def _wants_taken(self, r: _Seen, b: int, item: int) -> bool:

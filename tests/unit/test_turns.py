@@ -259,6 +259,31 @@ TestRing.settings = settings(
 )
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_dead_writers_last_item_hides_no_reader_whose_device_is_still_at_the_one_before(stopped: bool) -> None:
+    """What the model found: the dead writer's stream was to wait for the reader's; the next writer's has to as well."""
+    model = Ring()
+    try:
+        model.begin(depth=2)
+        model.join(kind="block", oldest=False)
+        for _ in range(2):
+            model.open_slot()
+            model.publish_slot(which=0)
+        model.take(which=0)
+        model.release(which=0, item=0, later=True)
+        model.open_slot()  # behind the reader's device, on the writer's stream
+        model.publish_slot(which=0)
+        model.writer_dies_and_another_comes(incomplete=1)
+        if stopped:  # its device may never get there: no stream is made to wait for it
+            ring.retire(model.control, 0)
+            assert model.choice.pick() is not None
+            assert model.choice.pick() is None
+        else:
+            model.open_slot()
+    finally:
+        model.teardown()
+
+
 # -- single rules, where the model has no eye for them
 
 
