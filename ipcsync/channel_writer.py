@@ -20,7 +20,7 @@ from .ledger import Cell
 from .ring import Buffer, Head
 from .slot import WriteSlot, encode_meta
 from .turns import Choice, publish
-from .waiting import UNSET, Deadline, Timeout, slept, spin, wait_word
+from .waiting import SLICE, UNSET, Deadline, Timeout, slept, spin, wait_word
 from .wire import Empty, LeaveWriter, WriterReply
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Writer:
 
     def _look_for_space(self, deadline: Deadline, still: Callable[[], None]) -> tuple[int, list[tuple[int, int]]]:
         region, token, asleep = self._control.region, 0, 0
-        found = spin(self._pick)
+        found, looked = spin(self._pick), time.monotonic()
         while True:
             self._check()
             found = found or self._pick()
@@ -124,7 +124,9 @@ class Writer:
                 asleep = asleep or time.monotonic_ns()
                 bells.sleep(region, Head.DOORBELL, token, left)
                 still()
-                self._look_for_deaths()
+                if time.monotonic() - looked >= SLICE:  # readers wake us far more often than they die
+                    self._look_for_deaths()
+                    looked = time.monotonic()
                 token = 0
             else:
                 token = bells.announce(region, Head.DOORBELL)

@@ -45,13 +45,27 @@ class Choice:
         self._readers: list[_Seen] = []
         #: (RELEASED, DONE) of each: an item that all are past is wanted by nobody. None where there are groups.
         self._rows: list[tuple[int, int]] | None = None
+        self._plain = False  # whether they are all `block` readers that live, and not in groups
         self._groups: list[tuple[int, int]] = []  # (index, line) of the groups that have living members
         self._roster = -1
+        self._full: list[object] | None = None  # the marks when all were in use
 
     def pick(self) -> tuple[int, list[tuple[int, int]]] | None:
         """(a buffer, the waits that the writer's stream must do first: (word of the control file, value)); None when
         all are in use. The buffer is the caller's until `keep` or `put_back`."""
-        for place, b in enumerate(self.order):
+        if self._full is not None and self._full == self._marks():
+            return None  # who waits asks again and again
+        self._full = None
+        found = self._among(1)  # nearly always it is the oldest
+        if found is None:
+            marks = self._marks()
+            found = self._among(len(self.order))
+            if found is None:
+                self._full = marks
+        return found
+
+    def _among(self, count: int) -> tuple[int, list[tuple[int, int]]] | None:
+        for place, b in enumerate(self.order[:count]):
             item = self.items[b]
             waits: list[tuple[int, int]] = []
             if item == 0 or self._free(b, item, waits):
@@ -59,13 +73,27 @@ class Choice:
                 return b, waits
         return None
 
+    def _marks(self) -> list[object] | None:
+        """All that can free a buffer while nothing but ``block`` readers are there that live and read on; else None."""
+        words, depth = self.words, self.control.depth
+        marks: list[object] = [words[Head.ROSTER]]
+        if not self._plain or self.dead:
+            return None
+        for r in self._readers:
+            if words[r.until] != FOREVER:
+                return None
+            marks.append(words[r.released : r.released + depth].tobytes())
+        return marks
+
     def keep(self, b: int, item: int) -> None:
         """The buffer holds `item` now."""
+        self._full = None
         self.items[b] = item
         self.order.append(b)
 
     def put_back(self, b: int) -> None:
         """Nothing was published in it. What it held is gone, but was claimed: nobody will ask for it."""
+        self._full = None
         self.order.insert(0, b)
 
     def blockers(self) -> set[int]:
@@ -98,6 +126,7 @@ class Choice:
                 )
         grouped = any(r.grouped for r in self._readers)
         self._rows = None if grouped else [(r.released, r.done) for r in self._readers]
+        self._plain = not any(r.grouped or r.latest or r.retired for r in self._readers)
         groups = range(control.max_readers) if grouped else ()
         self._groups = [(index, control.group(index)) for index in groups if control.living(index)]
 

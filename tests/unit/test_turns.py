@@ -6,7 +6,7 @@ each buffer: a reader that holds an item must find it untouched until it lets go
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
@@ -435,3 +435,66 @@ def test_what_was_dropped_under_its_hands_counts_with_what_it_passed_over(
     taken = turn.take(5, FOREVER)
     assert taken is not None
     assert (taken[0], turn.skipped) == (5, 4)
+
+
+def full(control: tuple[ring.Control, Ledger], choice: Choice) -> Turn:
+    """A ring that one reader fills, holding both items; and a writer that has looked twice."""
+    ctl, ledger = control
+    turn = Turn(ctl, 0, ring.join(ctl, ledger, 0, block=0))
+    for number in (1, 2):
+        write(ctl, ledger, choice)
+        take(turn, number)
+    assert choice.pick() is None
+    assert choice.pick() is None
+    return turn
+
+
+def test_who_waits_for_room_does_not_look_through_the_ring_again(
+    control: tuple[ring.Control, Ledger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice = Choice(control[0])
+    turn = full(control, choice)
+    looks: list[int] = []
+    free = choice._free
+    monkeypatch.setattr(choice, "_free", lambda b, *rest: looks.append(b) or free(b, *rest))
+    for _ in range(10):
+        assert choice.pick() is None
+    assert not looks
+    turn.release(choice.order[1], 2)
+    found = choice.pick()
+    assert found is not None
+    assert looks
+
+
+def gone(turn: Turn) -> None:
+    ring.drop(turn.control, 0)
+    ring.forget(turn.control, 0)
+
+
+@pytest.mark.parametrize(
+    "freed",
+    [
+        pytest.param(lambda turn: turn.release(0, 1), id="the older"),
+        pytest.param(lambda turn: turn.release(1, 2), id="the newer"),
+        pytest.param(lambda turn: turn.undo(1, 2) or turn.stop(), id="it stops, and gives back what it had not got"),
+        pytest.param(lambda turn: ring.drop(turn.control, 0), id="it dies"),
+        pytest.param(gone, id="it is gone"),
+        pytest.param(lambda turn: ring.leave(turn.control, 0), id="it leaves"),
+    ],
+)
+def test_whatever_frees_a_buffer_is_seen_after_a_look_at_a_full_ring(
+    control: tuple[ring.Control, Ledger], freed: Callable[[Turn], object]
+) -> None:
+    choice = Choice(control[0])
+    freed(full(control, choice))
+    assert choice.pick() is not None
+
+
+def test_a_slot_that_is_put_back_is_had_again_after_a_look_at_a_full_ring(control: tuple[ring.Control, Ledger]) -> None:
+    choice = Choice(control[0])
+    mine = [choice.pick(), choice.pick()]
+    assert choice.pick() is None
+    assert choice.pick() is None
+    assert mine[0] is not None
+    choice.put_back(mine[0][0])
+    assert choice.pick() == mine[0]
