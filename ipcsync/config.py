@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_origin
 
 from .errors import InvalidArgument
 
@@ -48,12 +48,15 @@ def _settings() -> Iterator[Setting]:
     from msgspec import Meta
 
     positive = Annotated[int, Meta(ge=1)] | None
+    uid = Annotated[int, Meta(ge=0, lt=2**32 - 1)]
     yield Setting("runtime_dir", str, f"/dev/shm/ipcsync-{os.getuid()}", "where broker and sessions meet, on a tmpfs")
+    yield Setting("runtime_owner", uid | None, None, "whose runtime_dir it is, if not ours: a uid that we trust")
     yield Setting("namespace", Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.\-]{1,120}$")], "default", "of names")
     yield Setting("keys", str | None, None, "folder of CURVE keys; `keys` beside the user's file without")
     yield Setting("broker.linger", bool, False, "leave with the last session")
     yield Setting("broker.http", str | None, None, "HOST:PORT of page, metrics and health check; off without")
     yield Setting("broker.tcp", str | None, None, "tcp://HOST:PORT where it serves too, by keys; off without")
+    yield Setting("broker.allow_uid", list[uid], [], "other uids that it lets in, and trusts as its own")
     yield Setting("broker.log_format", Literal["text", "json"], "text", "of the broker's log")
     yield Setting("broker.log_level", Literal["debug", "info", "warning", "error"], "info", "of the broker's log")
     yield Setting("broker.max_sessions", positive, None, "sessions at a time")
@@ -146,6 +149,8 @@ def _nearest(key: str, known: Mapping[str, Setting]) -> str:
 def _checked(setting: Setting, given: Any, where: str, *, strict: bool) -> Any:
     import msgspec
 
+    if not strict and get_origin(setting.type) is list:
+        given = given.replace(",", " ").split()
     try:
         return msgspec.convert(given, setting.type, strict=strict)
     except msgspec.ValidationError as error:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def start_broker_in(directory: Path) -> None:
-    """Starts a broker if none runs."""
+    """Starts a broker if none runs; ``PermissionDenied`` where that is another uid's to do."""
     if runtime.broker_pid(directory) is None:
         from importlib import import_module
 

@@ -13,7 +13,7 @@ import re
 import secrets
 from pathlib import Path
 
-from . import linux, runtime
+from . import guests, linux, runtime
 from .errors import RuntimeDirectory
 
 PATTERN = r"life-[0-9a-f]{32}"
@@ -28,7 +28,7 @@ class LifeFile:
         self._fd = folder = -1
         try:
             folder = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            self._fd = os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+            self._fd = os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, guests.file_mode(folder))
             fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.link(f"/proc/self/fd/{self._fd}", self.name, dst_dir_fd=folder, follow_symlinks=True)
         except OSError as error:

@@ -171,6 +171,16 @@ def start_time(pid: int) -> int:
     return 0 if found is None or found[0] in "ZX" else found[1]
 
 
+def process_uid(pid: int) -> int | None:
+    """The effective uid of a process, also of one that gave up root; None when it is gone."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    line = next(line for line in status.splitlines() if line.startswith(b"Uid:"))
+    return int(line.split()[2])
+
+
 def is_tmpfs(path: Path) -> bool:
     """Whether `path` lies on tmpfs: elsewhere CUDA refuses to register the page (cudaErrorInvalidValue)."""
     buffer = (ctypes.c_long * 32)()

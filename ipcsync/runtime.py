@@ -1,7 +1,8 @@
 """The runtime directory: where a broker and its sessions meet, and the lock that says who the broker is.
 
-It is checked before anything is made in it (LEDGER.md rule 12, docs/design/ledger.md): on tmpfs, ours alone, no
-symbolic link, and short enough that the sockets' paths fit a ``sockaddr_un``.
+It is checked before anything is made in it (LEDGER.md rule 12, docs/design/ledger.md): on tmpfs, ours alone (or of the
+owner whom we were told to trust, who lets us in: ``guests.py``), no symbolic link, and short enough that the sockets'
+paths fit a ``sockaddr_un``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import stat
 import struct
 from pathlib import Path
 
-from . import config, linux
+from . import config, guests, linux
 from .errors import BrokerRunning, BrokerUnavailable, PermissionDenied, RuntimeDirectory
 
 LOCK, SOCKET, ANNOUNCE, LEDGER, JOURNAL = "broker.lock", "broker.sock", "announce.sock", "ledger", "journal"
@@ -55,8 +56,7 @@ def directory(explicit: Path | str | None = None, *, create: bool) -> Path:
         )
     found = _lstat(path)
     if found is not None:
-        _check(path, found)
-        _check_fixed(path)
+        _check_fixed(path, _check(path, found))
         return path
     if not create:
         raise BrokerUnavailable(f"no broker: {path} does not exist; start one with `ipcsync broker`", path=str(path))
@@ -75,28 +75,41 @@ def directory(explicit: Path | str | None = None, *, create: bool) -> Path:
     made = _lstat(path)
     if made is None:
         raise RuntimeDirectory(f"{path} went away as it was made", path=str(path))
-    _check(path, made)
-    _check_fixed(path)  # it may not have been we who made it
+    _check_fixed(path, _check(path, made))  # it may not have been we who made it
     return path
 
 
-def check_contents(path: Path) -> None:
-    """For whoever is to serve a directory: nothing in it belongs to another uid. Raises ``PermissionDenied``."""
+def check_contents(path: Path, uids: frozenset[int]) -> None:
+    """For whoever is to serve a directory: it is ours, and nothing in it belongs to others than `uids`. Raises
+    ``PermissionDenied``."""
+    owner = os.lstat(path).st_uid
+    if owner != os.getuid():
+        raise PermissionDenied(
+            f"{path} belongs to uid {owner}, who alone starts its broker: ask for one to be started, or set "
+            "IPCSYNC_RUNTIME_DIR to a directory of yours",
+            path=str(path),
+        )
     for name in sorted(os.listdir(path)):
-        _check_entry(path, name)
+        _check_entry(path, name, uids)
 
 
-def _check_fixed(path: Path) -> None:
+def let_in(path: Path) -> frozenset[int]:
+    """The uids whose a directory is now: its owner, and whom it lets in."""
+    found = os.lstat(path)
+    return guests.of(path, found) | {found.st_uid}
+
+
+def _check_fixed(path: Path, uids: frozenset[int]) -> None:
     for name in _KINDS:
-        _check_entry(path, name)
+        _check_entry(path, name, uids)
 
 
-def _check_entry(path: Path, name: str) -> None:
+def _check_entry(path: Path, name: str, uids: frozenset[int]) -> None:
     """What others put there while they still could, or what is not of its kind, is neither followed nor removed."""
     found = _lstat(path / name)
     if found is None:
         return
-    if found.st_uid != os.getuid():
+    if found.st_uid not in uids:
         raise PermissionDenied(
             f"{path / name} belongs to uid {found.st_uid}, who could once write to {path}: see what it is, and remove "
             "it or set IPCSYNC_RUNTIME_DIR to another directory",
@@ -125,21 +138,28 @@ def _lstat(path: Path) -> os.stat_result | None:
         raise RuntimeDirectory(f"{path}: {error.strerror}", path=str(path)) from None
 
 
-def _check(path: Path, found: os.stat_result) -> None:
+def _check(path: Path, found: os.stat_result) -> frozenset[int]:
+    """Checks the directory; the uids whose it is: its owner, and whom it lets in."""
     if stat.S_ISLNK(found.st_mode):
         raise RuntimeDirectory(f"{path} is a symbolic link: name the directory itself", path=str(path))
     if not stat.S_ISDIR(found.st_mode):
         raise RuntimeDirectory(f"{path} is no directory", path=str(path))
-    if found.st_uid != os.getuid():
+    ours, owner = os.getuid(), found.st_uid
+    if owner != ours and owner != config.value("runtime_owner"):
         raise PermissionDenied(
-            f"{path} belongs to uid {found.st_uid}, we are uid {os.getuid()}: set IPCSYNC_RUNTIME_DIR to one of yours",
+            f"{path} belongs to uid {owner}, we are uid {ours}: set IPCSYNC_RUNTIME_DIR to one of yours (or, if you "
+            f"trust uid {owner} with all that this process does, IPCSYNC_RUNTIME_OWNER={owner})",
             path=str(path),
         )
-    if stat.S_IMODE(found.st_mode) & 0o077:
+    uids = guests.of(path, found)
+    if owner != ours and ours not in uids:
         raise PermissionDenied(
-            f"{path} has mode {stat.S_IMODE(found.st_mode):04o}, others may enter: `chmod 700 {path}`", path=str(path)
+            f"{path} belongs to uid {owner} and does not let uid {ours} in: its owner does with "
+            f"`ipcsync broker --allow-uid {ours}`",
+            path=str(path),
         )
     _check_tmpfs(path, path)
+    return uids | {owner}
 
 
 def _check_tmpfs(path: Path, where: Path) -> None:
@@ -201,11 +221,12 @@ class Lock:
 
     def acquire(self) -> None:
         """Takes the lock; ``BrokerRunning`` names the pid of who has it."""
+        mode = guests.file_mode(self.path.parent)
         while True:
             found = _lstat(self.path)
             if found is not None and (found.st_dev, found.st_ino) in _held:
                 raise self._running(os.getpid())
-            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
             try:
                 fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from . import guests
 from .errors import OutOfSpace
 
 
@@ -74,7 +75,7 @@ class Region:
         folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         fd = -1
         try:
-            fd = os.open(path.parent, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+            fd = os.open(path.parent, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, guests.file_mode(folder))
             reserve(fd, nbytes, path)
             region = cls(path, fd)
             fill(region)

@@ -56,6 +56,12 @@ class _Configured(click.Command):
 )
 @click.option("--http", metavar="HOST:PORT", help="Serve a page, /metrics and /healthz there. [default: no]")
 @click.option("--tcp", metavar="tcp://HOST:PORT", help="Serve there too, by keys: see `ipcsync keys`. [default: no]")
+@click.option(
+    "--allow-uid",
+    type=click.IntRange(0, 2**32 - 2),
+    multiple=True,
+    help="Let this uid in too, and trust it as our own: it shares all memory. May be given again. [default: nobody]",
+)
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option(
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True
@@ -68,6 +74,7 @@ def broker(
     runtime_dir: Path | None,
     http: str | None,
     tcp: str | None,
+    allow_uid: tuple[int, ...],
     log_format: str,
     log_level: str,
     ready_fd: int | None,
@@ -90,12 +97,21 @@ def broker(
             options = [f"--max-{name.replace('_', '-')}={value}" for name, value in given.items()]
             options += [f"--log-format={log_format}", f"--log-level={log_level}", *([f"--http={http}"] if http else [])]
             options += [f"--tcp={tcp}"] if tcp else []
+            options += [f"--allow-uid={uid}" for uid in allow_uid]
             child = launch.start(runtime_dir, linger=linger, options=options)
             click.echo(f"broker (pid {child.pid}) serves {runtime.directory(runtime_dir, create=False)}")
         else:
             quotas = Quotas(**{name.replace("bytes", "nbytes"): value for name, value in given.items()})
             logs.setup(log_format, log_level)
-            launch.serve(runtime_dir, quotas=quotas, linger=linger, http=http, tcp=tcp, ready=lambda: _tell(ready_fd))
+            launch.serve(
+                runtime_dir,
+                quotas=quotas,
+                linger=linger,
+                http=http,
+                tcp=tcp,
+                allow_uids=frozenset(allow_uid),
+                ready=lambda: _tell(ready_fd),
+            )
     except IpcSyncError as error:
         click.echo(f"ipcsync broker: {error}", err=True)
         sys.exit(EXIT.get(type(error), 1))

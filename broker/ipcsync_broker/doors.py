@@ -1,9 +1,9 @@
 """The sockets that the broker listens at, who may come in, and how many.
 
-``Door`` is the runtime directory's: its socket has mode 0600 in a directory of mode 0700, and libzmq asks the kernel
-for the uid of whoever connects (SO_PEERCRED). ``KeyedDoor`` is ``tcp://``: CURVE keys, and a list of those that are
-allowed, asked by libzmq through ZAP (``Gate``). ``Publisher`` announces, in the runtime directory. Refusals are
-counted, and said once for each who is refused.
+``Door`` is the runtime directory's: its socket has mode 0600 in a directory of mode 0700 (or is open to those uids that
+the directory lets in: ``guests.py``), and libzmq asks the kernel for the uid of whoever connects (SO_PEERCRED).
+``KeyedDoor`` is ``tcp://``: CURVE keys, and a list of those that are allowed, asked by libzmq through ZAP (``Gate``).
+``Publisher`` announces, in the runtime directory. Refusals are counted, and said once for each who is refused.
 
 A socket's descriptor tells only that something changed, so ``stirred`` says whether there may be something to read: it
 is asked again after each receive, and set before each send, which may eat the edge.
@@ -27,7 +27,7 @@ from pathlib import Path
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from ipcsync import errors, keys, life, wire
+from ipcsync import errors, guests, keys, life, wire
 
 from .logs import LOG
 
@@ -101,8 +101,9 @@ class Listener(Inlet):
 
     def _bind(self) -> None:
         """At an ``ipc://`` endpoint, which only those can reach who may enter its directory."""
-        Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)  # of a dead broker: we hold the lock
-        before = os.umask(0o177)
+        path = Path(self.endpoint.removeprefix("ipc://"))
+        path.unlink(missing_ok=True)  # of a dead broker: we hold the lock
+        before = os.umask(0o777 & ~guests.file_mode(path.parent))
         try:
             self.socket.bind(self.endpoint)
         finally:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ipcsync import __version__, errors, linux, runtime
+from ipcsync import __version__, errors, guests, linux, runtime
 from ipcsync.ledger import Header, new_token
 
 from . import logs, takeover
@@ -36,15 +36,17 @@ def serve(
     linger: bool = False,
     http: str | None = None,
     tcp: str | None = None,
+    allow_uids: frozenset[int] = frozenset(),
     ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Runs a broker in this process until it is told to stop (SIGTERM, SIGINT). ``BrokerRunning`` if one runs there.
 
-    `linger`: it leaves with its last session. `http`: HOST:PORT of its page. `tcp`:
-    ``tcp://HOST:PORT``, for those whose keys are allowed. `ready` is called once it can be reached.
+    `linger`: it leaves with its last session. `http`: HOST:PORT of its page. `tcp`: ``tcp://HOST:PORT``, for
+    those whose keys are allowed. `allow_uids`: others that it lets in. `ready` is called once it can be reached.
     """
     where = runtime.directory(directory, create=True)
-    runtime.check_contents(where)
+    uids = allow_uids | {os.getuid()}
+    runtime.check_contents(where, uids | runtime.let_in(where))  # a broker may run there, for others than we are to
     os.environ["IPCSYNC_RUNTIME_DIR"] = str(where)  # where the host backend puts memory
     # We run no kernels: a context with few hardware queues, whatever the session that started us has for itself.
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
@@ -53,6 +55,8 @@ def serve(
     lock = runtime.Lock(where)
     lock.acquire()
     try:
+        runtime.check_contents(where, uids)
+        guests.admit(where, allow_uids - {os.getuid()})
         opened = takeover.open_page(where, quotas or Quotas())
         boot = new_token()
         opened.ledger.set_boot(boot)
@@ -62,7 +66,7 @@ def serve(
         state = State(
             boot=boot,
             facts=resources,
-            uids=frozenset({os.getuid()}),
+            uids=uids,
             pid_namespace=linux.pid_namespace(),
             now=time.monotonic(),
             quotas=opened.quotas,
@@ -114,7 +118,7 @@ def start(
     ``RuntimeDirectory`` that cannot be used, or ``BrokerUnavailable`` with the end of what it said.
     """
     where = runtime.directory(directory, create=True)
-    runtime.check_contents(where)
+    runtime.check_contents(where, runtime.let_in(where))
     pid = runtime.broker_pid(where)
     if pid is not None:
         raise errors.BrokerRunning(f"a broker (pid {pid}) already serves {where}", pid=pid)
@@ -158,7 +162,10 @@ def stop(directory: Path | None = None) -> int:
         return pid
     try:
         if runtime.broker_pid(where) == pid:  # else the pid may be somebody else's by now
-            signal.pidfd_send_signal(fd, signal.SIGTERM)
+            try:
+                signal.pidfd_send_signal(fd, signal.SIGTERM)
+            except PermissionError:
+                raise errors.PermissionDenied(f"the broker (pid {pid}) is another uid's: its owner stops it") from None
             if not select.select([fd], [], [], STOP_WITHIN + 2.0)[0]:
                 raise errors.BrokerUnavailable(f"the broker (pid {pid}) does not leave: `kill -9 {pid}` ends it")
     finally:

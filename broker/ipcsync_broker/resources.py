@@ -6,7 +6,6 @@ large allocation) say so in :meth:`Resources.slow` and run on the server's worke
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,10 +135,8 @@ class Resources:
         found = linux.process_state(pid)
         if found is None or found[0] in "ZX":
             return None
-        try:
-            return *found, os.stat(f"/proc/{pid}").st_uid
-        except (FileNotFoundError, ProcessLookupError):
-            return None
+        uid = linux.process_uid(pid)  # the owner of /proc/PID is root for a process that changed its uid
+        return None if uid is None else (*found, uid)
 
     # -- effects
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from ipcsync import condemn, errors, life, runtime
+from ipcsync import condemn, errors, guests, life, runtime
 from ipcsync.backends import host_events
 from ipcsync.ledger import Cell, Header, Ledger
 
@@ -126,13 +126,14 @@ def reopen(page: Page, state: State, resources: Resources) -> set[int]:
 
 
 def sweep(directory: Path, keep: Container[str] = (), prefixes: set[str] | frozenset[str] = frozenset()) -> None:
-    """Removes what a dead broker and its sessions left here. Only files of ours by kind: the directory is ours alone,
-    but somebody may keep other things in it."""
+    """Removes what a dead broker and its sessions left here. Only files of ours, or of our guests, by kind: somebody
+    may keep other things in it."""
+    uids = guests.listed(directory) | {os.getuid()}
     for path in directory.iterdir():
         found = path.lstat()
         kind = stat.S_ISREG(found.st_mode) or stat.S_ISSOCK(found.st_mode)
         kept = path.name in keep or any(path.name.startswith(prefix) for prefix in prefixes)
-        if kind and not kept and found.st_uid == os.getuid() and _OURS.fullmatch(path.name):
+        if kind and not kept and found.st_uid in uids and _OURS.fullmatch(path.name):
             path.unlink(missing_ok=True)
     host_events.sweep(directory)
     life.sweep(directory)

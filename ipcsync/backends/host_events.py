@@ -69,7 +69,7 @@ def _folder() -> Path:
     """Where the event files of the runtime directory are. What dead processes left there is removed once a process."""
     directory = runtime.directory(create=True)
     folder = directory / _FOLDER
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=0o700 | os.stat(directory).st_mode & 0o070, exist_ok=True)  # open to its guests as well
     if folder not in _swept:
         _swept.add(folder)
         sweep(directory)

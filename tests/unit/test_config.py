@@ -24,6 +24,13 @@ def test_the_later_source_wins_and_is_named(tmp_path: Path) -> None:
     assert found["broker.log_format"] == config.Value("text", "default")
 
 
+@pytest.mark.parametrize("text", ["1001,1002", "1001, 1002", "1001 1002 "])
+def test_a_list_in_the_environment_has_commas_or_blanks(text: str) -> None:
+    assert config.resolve([], {})["broker.allow_uid"] == config.Value([], "default")
+    assert config.resolve([], {"IPCSYNC_BROKER_ALLOW_UID": text})["broker.allow_uid"].value == [1001, 1002]
+    assert config.resolve([("f", {"broker": {"allow_uid": [7]}})], {})["broker.allow_uid"] == config.Value([7], "f")
+
+
 @pytest.mark.parametrize(
     ("content", "environ", "says"),
     [
@@ -34,6 +41,9 @@ def test_the_later_source_wins_and_is_named(tmp_path: Path) -> None:
         ({"broker": 1}, {}, "there is no setting 'broker'"),
         ({}, {"IPCSYNC_BROKER_MAX_SESSIONS": "many"}, "IPCSYNC_BROKER_MAX_SESSIONS = 'many'"),
         ({}, {"IPCSYNC_BROKER_MAX_SESSIONS": "0"}, ">= 1"),
+        ({}, {"IPCSYNC_BROKER_ALLOW_UID": "1001,me"}, "IPCSYNC_BROKER_ALLOW_UID"),
+        ({"broker": {"allow_uid": 1001}}, {}, "f: broker.allow_uid = 1001"),
+        ({"runtime_owner": -1}, {}, "f: runtime_owner = -1"),
         ({}, {"IPCSYNC_NAMESPCE": "a"}, "there is no variable IPCSYNC_NAMESPCE; did you mean IPCSYNC_NAMESPACE?"),
         ({}, {"IPCSYNC_NAMESPACE": "a b"}, "IPCSYNC_NAMESPACE = 'a b'"),
     ],
