@@ -44,7 +44,7 @@ def directory(explicit: Path | str | None = None, *, create: bool) -> Path:
     """The runtime directory, checked, and made (mode 0700) if `create` and it does not exist.
 
     Raises ``RuntimeDirectory`` or ``PermissionDenied`` for one that cannot be used, and ``BrokerUnavailable`` when it
-    does not exist and is not to be made.
+    does not exist and is not to be made, or not by us.
     """
     path = Path(os.path.abspath(default_directory() if explicit is None else explicit))
     length = len(os.fsencode(path / ANNOUNCE))
@@ -60,6 +60,13 @@ def directory(explicit: Path | str | None = None, *, create: bool) -> Path:
         return path
     if not create:
         raise BrokerUnavailable(f"no broker: {path} does not exist; start one with `ipcsync broker`", path=str(path))
+    owner = config.value("runtime_owner")
+    if owner not in (None, os.getuid()):
+        raise BrokerUnavailable(
+            f"no broker: {path} does not exist, and it is uid {owner}'s to make (IPCSYNC_RUNTIME_OWNER): have them "
+            "start one with `ipcsync broker`",
+            path=str(path),
+        )
     parent = path.parent
     if not parent.is_dir():
         raise RuntimeDirectory(

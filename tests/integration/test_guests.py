@@ -304,6 +304,17 @@ def test_only_the_owner_starts_a_broker(place: Path, spawn: Spawn) -> None:
     assert not list(place.iterdir()), "nothing was made"
 
 
+def test_a_guest_does_not_make_the_owners_directory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the owner would find it taken."""
+    monkeypatch.setenv("IPCSYNC_RUNTIME_DIR", str(place / "gone"))
+    with pytest.raises(errors.BrokerUnavailable, match=f"uid {OWNER}'s to make"):
+        ipcsync.connect(start_broker=True)
+    assert not list(place.iterdir())
+    monkeypatch.setenv("IPCSYNC_RUNTIME_OWNER", str(os.getuid()))
+    assert directories.directory(create=True).stat().st_uid == os.getuid()
+    (place / "gone").rmdir()
+
+
 def start(peer: Peer, uid: int) -> str:
     return tried(peer, uid, start_broker=True)
 
