@@ -16,15 +16,19 @@ from .backends.base import Backend, Memory
 from .device import as_device, the
 from .errors import InvalidArgument, InvalidState, IpcSyncError, SessionClosed
 from .fields import Field, fields_of, layout
-from .ring import Control
-from .ring import Reader as Cell
+from .ledger import FOREVER, Cell
+from .ring import Control, Head
+from .ring import Reader as Words
 from .waiting import UNSET, Deadline, Timeout
 from .wire import (
     ChannelInfo,
     ChannelSpec,
     CreateChannel,
+    Empty,
     JoinReader,
     JoinWriter,
+    LeaveReader,
+    LeaveWriter,
     MemoryInfo,
     Open,
     ReaderReply,
@@ -32,6 +36,7 @@ from .wire import (
 )
 
 if TYPE_CHECKING:
+    from .channel_place import Place, WriterPlace
     from .channel_reader import Reader
     from .channel_writer import Writer
     from .session import Session
@@ -46,13 +51,14 @@ class Views:
 
     def __init__(self, backend: Backend, memory: Memory, spec: ChannelSpec) -> None:
         self._backend, self.memory, self._spec = backend, memory, spec
+        self._anchored, self.anchor = backend.anchored(memory)
         self._made: list[dict[str, Any] | None] = [None] * spec.depth
 
     def __getitem__(self, buffer: int) -> dict[str, Any]:
         made = self._made[buffer]
         if made is None:
             made = self._made[buffer] = {
-                f.name: self._backend.array(self.memory, buffer * self._spec.stride + f.offset, f.shape, f.dtype)
+                f.name: self._backend.array(self._anchored, buffer * self._spec.stride + f.offset, f.shape, f.dtype)
                 for f in self._spec.fields
             }
         return made
@@ -75,9 +81,10 @@ class Channel:
         self.control = Control(session.map(info.control))
         with self.backend.using(self.index):
             self.backend.register(self.control.region)
-        self._writer: Writer | None = None  # the last one taken here
+        self._writer: WriterPlace | None = None  # the last one taken here
+        self.abandoned: tuple[int, int] | None = None  # (epoch, last item) of a writer that nobody has any more
         self._memory: dict[bool, Memory] = {}
-        self._users: set[Writer | Reader] = set()
+        self._users: set[Place] = set()
         self._lock = threading.Lock()
         self._closed = False
         session.adopt(self)
@@ -88,17 +95,24 @@ class Channel:
     def writer(self, *, timeout: Timeout = UNSET) -> Writer:
         """Becomes the channel's one writer. ``RecorderBusy`` names who is; ``EndOfStream`` when it was ended.
 
-        Leave it by ``with`` (or ``close()``): that ends the stream; ``detach()`` leaves without ending it.
+        Leave it by ``with`` (or ``close()``): that ends the stream; ``detach()`` leaves without ending it. One that is
+        collected without either has said nothing of an end: another may write on (and a ``ResourceWarning`` tells).
         """
+        from .channel_place import WriterPlace
         from .channel_writer import Writer
 
         self._check()
         self.views(writable=True)  # first: who cannot have the memory must not be the writer
         request = JoinWriter(self.incarnation)
         reply = self.session.request("join_writer", request, WriterReply, self.session.deadline(timeout))
-        writer = Writer(self, reply)
-        self._writer = writer
-        self._users.add(writer)
+        try:
+            place = WriterPlace(self, reply)
+            writer = Writer(place)
+        except BaseException:
+            self.session.link.post("leave_writer", LeaveWriter(self.incarnation, ""))
+            raise
+        self._writer, self.abandoned = place, None
+        self._users.add(place)
         return writer
 
     def reader(
@@ -123,6 +137,7 @@ class Channel:
         `pin`: registers a host channel's buffers with CUDA, for asynchronous copies from them to a GPU; the slot is
         then released on the stream of the copy (``slot.release(stream)``).
         """
+        from .channel_place import ReaderPlace
         from .channel_reader import Reader
 
         self._check()
@@ -138,8 +153,13 @@ class Channel:
         self.views(writable=False)
         request = JoinReader(self.incarnation, policy, start, group)
         reply = self.session.request("join_reader", request, ReaderReply, self.session.deadline(timeout))
-        reader = Reader(self, reply, policy=policy, group=group, wait=on_writer_death == "wait", pin=pin)
-        self._users.add(reader)
+        try:
+            place = ReaderPlace(self, reply, policy=policy, group=group)
+            reader = Reader(place, policy=policy, group=group, wait=on_writer_death == "wait", pin=pin)
+        except BaseException:  # without CUDA nothing is pinned
+            self.session.link.post("leave_reader", LeaveReader(self.incarnation, reply.cell))
+            raise
+        self._users.add(place)
         return reader
 
     def close(self, timeout: Timeout = UNSET) -> None:
@@ -156,8 +176,8 @@ class Channel:
     def readers(self) -> int:
         """How many readers are attached now, of all processes."""
         words, control = self.control.words, self.control
-        states = (words[control.reader(cell) + Cell.STATE] for cell in range(self.max_readers))
-        return sum(state == Cell.ACTIVE for state in states)
+        states = (words[control.reader(cell) + Words.STATE] for cell in range(self.max_readers))
+        return sum(state == Words.ACTIVE for state in states)
 
     # -- for writers, readers and the session
 
@@ -171,9 +191,9 @@ class Channel:
                 self._memory[writable] = memory
         return Views(self.backend, memory, self.spec)
 
-    def left(self, user: Writer | Reader) -> None:
-        """It has left, and no device work of it is under way."""
-        self._users.discard(user)
+    def left(self, place: Place) -> None:
+        """It has been left, and no device work of it is under way."""
+        self._users.discard(place)
 
     def refuse(self, what: str) -> NoReturn:
         """Says why a writer or reader that was closed can do nothing."""
@@ -188,7 +208,7 @@ class Channel:
 
     def _held(self) -> dict[str, Any]:
         held = {"kind": "channel", "name": self.name, "incarnation": self.incarnation, "cell": self.info.event.cell}
-        return held if self._writer is None else {**held, "pen": not self._writer._closed}
+        return held if self._writer is None else {**held, "pen": not self._writer.closed}
 
     def _shutdown(self, deadline: Deadline) -> None:
         with self._lock:
@@ -196,14 +216,15 @@ class Channel:
                 return
             self._closed = True
         users, failure = list(self._users), None
-        for user in users:
+        for place in users:
             try:
-                user._shutdown(deadline)
+                place.shutdown(deadline)
             except IpcSyncError as error:
                 failure = failure or error
+        self._end_abandoned(deadline)
 
         def quiet() -> bool:
-            return all(user._quiet() for user in users)
+            return all(place.quiet() for place in users)
 
         if self.session.forget(self):
             self.session.detach(self.incarnation, quiet, deadline)
@@ -214,6 +235,23 @@ class Channel:
         self._memory.clear()
         if failure is not None:
             raise failure
+
+    def _end_abandoned(self, deadline: Deadline) -> None:
+        """Ends the stream of a writer that was collected, as it is ended of one that was kept till now; unless
+        somebody else wrote on."""
+        from .channel_place import at_exit
+
+        words, ledger, event = self.control.words, self.session.ledger.words, self.session.ledger.cell
+        if self.abandoned is None or words[Head.END_AT]:
+            return
+        at = event(self.control.event_cell)
+        if self.abandoned == (words[Head.EPOCH], ledger[at + Cell.ISSUED]) and ledger[at + Cell.VERDICT] == FOREVER:
+            try:
+                self.session.request("join_writer", JoinWriter(self.incarnation), WriterReply, deadline)
+                request = LeaveWriter(self.incarnation, at_exit())
+                self.session.request("leave_writer", request, Empty, deadline)
+            except IpcSyncError:
+                pass  # it is another's now, or there is no broker to say it to
 
 
 def create_channel(

@@ -9,24 +9,21 @@ from __future__ import annotations
 import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from . import bells, failpoints, trace
-from .crossing import Crossing
-from .epochs import Epochs
+from .channel_place import ReaderPlace, warn_of_unclosed
 from .errors import EndOfStream, IpcSyncError, PeerDied, StaleHandle, WaitTimeout
-from .groups import SharedTurn
 from .host_waits import ISSUED
-from .ledger import FOREVER, Cell
+from .ledger import Cell
 from .ring import Buffer, Head
 from .ring import Reader as Words
 from .slot import ReadSlot
-from .turns import LatestTurn, Turn
 from .waiting import UNSET, Deadline, Timeout, wait_word
-from .wire import Empty, LeaveReader, ReaderReply
 
 if TYPE_CHECKING:
     from .backends.base import RawStream
-    from .channel import Channel
+    from .channel import Views
 
 
 class Reader:
@@ -35,27 +32,29 @@ class Reader:
     ``skipped`` counts what a ``latest`` reader missed in all.
     """
 
-    def __init__(
-        self, channel: Channel, reply: ReaderReply, *, policy: str, group: str | None, wait: bool, pin: bool
-    ) -> None:
-        self.channel, self.session, self.device = channel, channel.session, channel.device
+    def __init__(self, place: ReaderPlace, *, policy: str, group: str | None, wait: bool, pin: bool) -> None:
+        self.channel, self.session, self.device = place.channel, place.session, place.channel.device
         self.policy, self.group, self.on_writer_death = policy, group, "wait" if wait else "raise"
         self.skipped = 0
-        self._backend, self._control = channel.backend, channel.control
-        self._words = self._control.words
-        kind = SharedTurn if group else LatestTurn if policy == "latest" else Turn
-        self._turn = kind(self._control, reply.cell, reply.start)
-        self._views = channel.views(writable=False)
-        self._crossing = Crossing(self._control.region)
-        if pin:
-            self._crossing.pin(self._views.memory)
-        self._held: set[ReadSlot] = set()
+        self._backend, self._control = place.backend, place.control
+        self._words, self._bytes = self._control.words, self._control.region.bytes
+        self._turn, self._epochs, self._held = place.turn, place.epochs, place.held
         self._lock = threading.Lock()
-        self._closed = False
         self._over: IpcSyncError | None = None  # what every further get() raises
-        self._unconfirmed = 0  # the last item taken in this epoch; 0 when there is none to be looked at
-        self._bytes = self._control.region.bytes
-        self._epochs = Epochs(channel, self._turn.next)
+        views = place.channel.views(writable=False)
+        if pin:
+            place.crossing.pin(views.memory)
+        self._place = place
+        self._use(views)
+
+    def _use(self, views: Views) -> None:
+        """From now on its slots have these arrays."""
+        self._place.watch(views)
+        self._views = views
+
+    def __del__(self) -> None:
+        fix = "leave it by `with channel.reader() as reader:`, or close()"
+        warn_of_unclosed(self, self.__dict__.get("_place"), fix)
 
     def __repr__(self) -> str:
         return f"<ipcsync.Reader of {self.channel.name!r}, next item {self._turn.next}>"
@@ -82,7 +81,7 @@ class Reader:
                 if found is None:
                     deadline = deadline or session.deadline()
                     found = self._await(deadline)
-                before = self._unconfirmed
+                before = self._place.unconfirmed
                 slot = self._take(raw, *found)
                 if slot is None:
                     continue
@@ -91,16 +90,16 @@ class Reader:
                     if not timeline.wait_now(raw, slot.number):
                         timeline.wait(raw, slot.number, deadline or session.deadline())
                 except PeerDied:
-                    self._release(slot, None)
-                    self._unconfirmed = before
+                    self._place.release(slot, None)
+                    self._place.unconfirmed = before
                     if self.on_writer_death == "raise":
                         self._turn.stop()
                         raise
                     continue  # never handed out: on to the next writer
                 except BaseException:
-                    self._unconfirmed = before
+                    self._place.unconfirmed = before
                     slot._arrays = None  # not delivered: the next get() takes it again
-                    self._held.discard(slot)
+                    self._held.pop(slot._buffer, None)
                     self._turn.undo(slot._buffer, slot.number)
                     raise
                 if failpoints.ARMED:
@@ -136,7 +135,9 @@ class Reader:
         self._follow()
         epochs, turn = self._epochs, self._turn
         number, bad = turn.next, epochs.bad
-        if self._closed or self._over is not None or bad <= self._unconfirmed or turn.ready(epochs.issued, bad):
+        if self._place.closed or self._over is not None:
+            return True
+        if bad <= self._place.unconfirmed or turn.ready(epochs.issued, bad):
             return True
         if number >= bad:
             return self.on_writer_death == "raise" or epochs.over or epochs.ended(number)
@@ -151,9 +152,9 @@ class Reader:
             return
         try:
             epochs, turn = self._epochs, self._turn
-            while not self._closed and self._over is None and epochs.over:
+            while not self._place.closed and self._over is None and epochs.over:
                 bad = epochs.bad
-                if bad <= self._unconfirmed or turn.ready(epochs.issued, bad) or epochs.ended(turn.next):
+                if bad <= self._place.unconfirmed or turn.ready(epochs.issued, bad) or epochs.ended(turn.next):
                     return
                 turn.move_to(epochs.follow() + 1)
         finally:
@@ -183,9 +184,9 @@ class Reader:
         can be taken any more, or if the last item taken has been condemned."""
         epochs, session = self._epochs, self.session
         bad = epochs.bad
-        if bad <= self._unconfirmed:
+        if bad <= self._place.unconfirmed:
             self._settle()
-        if self._closed:
+        if self._place.closed:
             self.channel.refuse("reader")
         if self._over is not None:
             raise self._over
@@ -226,7 +227,7 @@ class Reader:
     def _between(self) -> None:
         number, epochs = self._turn.next, self._epochs
         bad = epochs.bad
-        if self._closed or bad <= number or epochs.ended(number) or epochs.over or self._turn.ready(0, bad):
+        if self._place.closed or bad <= number or epochs.ended(number) or epochs.over or self._turn.ready(0, bad):
             raise _Changed
         try:
             epochs.timeline.between_slices(number)
@@ -260,9 +261,9 @@ class Reader:
             if sizes >> 32:
                 arrays = self._smaller(arrays, at + Buffer.EXTENTS)
         slot._buffer, slot._arrays = b, arrays
-        if number > self._unconfirmed:
-            self._unconfirmed = number
-        self._held.add(slot)
+        if number > self._place.unconfirmed:
+            self._place.unconfirmed = number
+        self._held[b] = raw, number, ref(slot)
         return slot
 
     def _smaller(self, arrays: dict[str, Any], at: int) -> dict[str, Any]:
@@ -305,16 +306,16 @@ class Reader:
 
     def _no_writer(self) -> None:
         self.session.check()
-        if self._closed:
+        if self._place.closed:
             self.channel.refuse("reader")
         if self._words[Head.END_AT]:
             raise self._epochs.timeline.error()
 
     def _settle(self) -> None:
         """Raises if the last item taken has been condemned. Items complete in order, so it speaks for all."""
-        number = self._unconfirmed
+        number = self._place.unconfirmed
         if number and self._epochs.bad <= number:
-            self._unconfirmed = 0
+            self._place.unconfirmed = 0
             if self.on_writer_death == "raise":
                 self._turn.stop()
             raise self._epochs.timeline.error()
@@ -322,82 +323,15 @@ class Reader:
     def _told(self, slot: ReadSlot) -> None:
         """Its user knows that the item was condemned, and with it whatever came after: that is said once."""
         if slot._timeline is self._epochs.timeline:
-            self._unconfirmed = 0
+            self._place.unconfirmed = 0
 
     # -- giving back
-
-    def _release(self, slot: ReadSlot, stream: Any) -> None:
-        if failpoints.ARMED:
-            failpoints.hit("slot.release")
-        recorder = trace.ACTIVE
-        if recorder is not None:
-            recorder.released(slot, self.channel.name, "in", slot.number)
-        b, number = slot._buffer, slot.number
-        slot._arrays = None
-        self._held.discard(slot)
-        done, backend, raw = self._turn.done + b, self._backend, slot._raw
-        if stream is not None:
-            crossing = self._crossing.stream(stream) if self.device.type == "cpu" else None
-            backend, raw = crossing or (backend, self.session.reading_stream(stream, self.device))
-        if backend.is_thread(raw):
-            self._words[done] = number
-        elif self._words[done] >= number:  # what a dead one left in our cell: the word cannot say when we are done
-            backend.stream_synchronize(raw)
-        else:
-            backend.write(raw, self._control.region, done, number, failed=lambda _: self._force(done, number))
-        self._turn.release(b, number)
-
-    def _force(self, done: int, number: int) -> None:
-        """The stream's work raised: it takes no more, so it is done with the buffer."""
-        self._words[done] = number
-        self._control.wake(done)
 
     def close(self, timeout: Timeout = UNSET) -> None:
         """Releases what is held, waits until everything taken is complete and this device's work on it is done, and
         lets the reader's place go. ``PeerDied`` if something taken and not confirmed was condemned: it is closed then
         as well. Idempotent."""
-        self._shutdown(self.session.deadline(timeout))
-
-    def _shutdown(self, deadline: Deadline) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        for slot in list(self._held):
-            self._release(slot, None)
-        self._turn.stop()
-        try:
-            number, bad = self._unconfirmed, self._epochs.bad
-            if number and bad == FOREVER:
-                self._epochs.timeline.wait_host(number, deadline)
-            elif number and bad <= number:
-                raise self._epochs.timeline.error()
-        finally:
-            self._leave(deadline)
-
-    def _leave(self, deadline: Deadline) -> None:
-        turn, words = self._turn, self._words
-        for b in range(self._control.depth):
-            wait_word(
-                self._control.region,
-                turn.done + b,
-                words[turn.released + b],
-                deadline,
-                check=self.session.check,
-                what=lambda: f"this process's own work on the items it released of {self.channel.name!r}",
-                polled=self._backend.device_writes or self._crossing.used,
-            )
-        if self._quiet():
-            self._crossing.close()
-            self.channel.left(self)
-        request = LeaveReader(self.channel.incarnation, turn.cell)
-        self.session.request("leave_reader", request, Empty, deadline)
-        turn.close()
-
-    def _quiet(self) -> bool:
-        """Whether no stream of this process is still at the channel's memory or words."""
-        turn, words = self._turn, self._words
-        done = all(words[turn.done + b] >= words[turn.released + b] for b in range(self._control.depth))
-        return done and self._epochs.timeline.quiet()
+        self._place.shutdown(self.session.deadline(timeout))
 
     def __enter__(self) -> Reader:
         return self

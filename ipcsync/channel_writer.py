@@ -6,13 +6,12 @@ An item exists once its round is issued. Until then nothing of it can be seen: a
 
 from __future__ import annotations
 
-import sys
-import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import bells, failpoints, trace
+from .channel_place import WriterPlace, warn_of_unclosed
 from .epochs import stands
 from .errors import InvalidState, IpcSyncError, WaitTimeout
 from .host_waits import SPACE
@@ -21,11 +20,9 @@ from .ring import Buffer, Head
 from .slot import WriteSlot, encode_meta
 from .turns import Choice, publish
 from .waiting import SLICE, UNSET, Deadline, Timeout, slept, spin, wait_word
-from .wire import Empty, LeaveWriter, WriterReply
 
 if TYPE_CHECKING:
     from .backends.base import RawStream
-    from .channel import Channel
 
 
 class Writer:
@@ -35,20 +32,25 @@ class Writer:
     by an exception ends it with ``PeerFailed``. ``detach()`` leaves without ending it: another may write on.
     """
 
-    def __init__(self, channel: Channel, reply: WriterReply) -> None:
-        self.channel, self.session, self.device = channel, channel.session, channel.device
-        self.epoch = reply.epoch
-        self._backend, self._control = channel.backend, channel.control
-        self._words, self._ledger = self._control.words, channel.session.ledger.words
-        self._timeline = channel.session.open_timeline(reply.event)
-        self._timeline.take_pen(lambda: None)  # the broker granted it when we joined
-        self._at = self._timeline.at
-        self._views = channel.views(writable=True)
+    def __init__(self, place: WriterPlace) -> None:
+        self.channel, self.session, self.device = place.channel, place.session, place.channel.device
+        self.epoch = place.epoch
+        self._backend, self._control = place.backend, place.control
+        self._words, self._ledger = self._control.words, self.session.ledger.words
+        self._timeline, self._at = place.timeline, place.timeline.at
+        self._views = self.channel.views(writable=True)
         self._choice = Choice(self._control)
         self._streams: dict[int, Hashable] = {}  # of each buffer: the stream that wrote its item
-        self._left: dict[int, tuple[Hashable, Any]] = {}  # ... or that left it unpublished, and an event behind that
-        self._lock = threading.RLock()
-        self._closed = False
+        self._left, self._open, self._lock = place.left, place.open, place.lock
+        place.watch(self._views)
+        self._place = place
+
+    def __del__(self) -> None:
+        warn_of_unclosed(
+            self,
+            self.__dict__.get("_place"),
+            "leave it by `with channel.writer() as writer:`, close() to end the stream, or detach() to leave it open",
+        )
 
     def __repr__(self) -> str:
         return f"<ipcsync.Writer of {self.channel.name!r}, epoch {self.epoch}>"
@@ -89,6 +91,8 @@ class Writer:
                 raise
         slot._extents = {}
         slot._buffer, slot._arrays = b, self._views[b]
+        if slot._raw is not None:
+            self._open[b] = slot._raw
         slot.number = ledger[at + Cell.ISSUED] + 1
         recorder = trace.ACTIVE
         if recorder is not None:
@@ -132,7 +136,7 @@ class Writer:
                 token = bells.announce(region, Head.DOORBELL)
 
     def _check(self) -> None:
-        if self._closed:
+        if self._place.closed:
             self.channel.refuse("writer")
         self._timeline.check(self._ledger[self._at + Cell.ISSUED] + 1)
 
@@ -194,6 +198,7 @@ class Writer:
                 raise
             slot.number = number
             slot._arrays = None
+            self._open.pop(b, None)
             self._streams[b] = self._backend.stream_key(slot._raw)
             self._choice.keep(b, number)
         recorder = trace.ACTIVE
@@ -206,11 +211,8 @@ class Writer:
         recorder = trace.ACTIVE
         if recorder is not None:
             recorder.released(slot, self.channel.name, "out", None)
-        b, raw = slot._buffer, slot._raw
-        if not self._backend.is_thread(raw):
-            event = self._backend.event_create(self.channel.index, timing=False, blocking=False, interprocess=False)
-            self._backend.event_record(event, raw)
-            self._left[b] = self._backend.stream_key(raw), event
+        b = slot._buffer
+        self._place.put_back(b, slot._raw)
         with self._lock:
             self._choice.put_back(b)
 
@@ -229,61 +231,18 @@ class Writer:
     def close(self, timeout: Timeout = UNSET) -> None:
         """Ends the stream: waits until what was issued is complete, then readers get ``EndOfStream`` after it.
         Idempotent."""
-        self._leave("closed", self.session.deadline(timeout))
+        self._place.leave("closed", self.session.deadline(timeout))
 
     def detach(self, timeout: Timeout = UNSET) -> None:
         """Leaves without ending the stream: readers wait for whoever becomes its writer next."""
-        self._leave("", self.session.deadline(timeout))
-
-    def _shutdown(self, deadline: Deadline) -> None:
-        """The session ends. At the end of a program that an exception ends, that is no good end of the stream."""
-        raised = hasattr(sys, "last_value") and not hasattr(sys, "ps1")
-        self._leave("failed" if raised else "closed", deadline)
-
-    def _quiet(self) -> bool:
-        """Whether no stream of this process is still at the channel's memory or words."""
-        timeline = self._timeline
-        return timeline.quiet() and (timeline.completed >= timeline.issued or timeline.verdict <= timeline.issued)
-
-    def _leave(self, end: Any, deadline: Deadline) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        for _, event in self._left.values():
-            if not end:  # the next writer must not meet what our streams still write and never published
-                self._finished(event, deadline)
-            self._backend.event_destroy(event)
-        request = LeaveWriter(self.channel.incarnation, end)
-
-        def give_back() -> None:
-            self.session.request("leave_writer", request, Empty, deadline)
-
-        if end == "failed":
-            # No waiting behind an exception: the broker takes the pen when the last item is complete.
-            self.session.link.post("leave_writer", request)
-        else:
-            try:
-                self._timeline.drop_pen(deadline, give_back)
-            except IpcSyncError:  # condemned, or not complete in time: the broker takes the pen when it can
-                self.session.link.post("leave_writer", request)
-                raise
-        if self._quiet():
-            self.channel.left(self)
-
-    def _finished(self, event: Any, deadline: Deadline) -> None:
-        while not self._backend.event_query(event):
-            self.session.check()
-            if deadline.left() == 0.0:
-                raise WaitTimeout(f"this process's streams still write discarded slots of {self.channel.name!r}")
-            time.sleep(200e-6)
+        self._place.leave("", self.session.deadline(timeout))
 
     def __enter__(self) -> Writer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         try:
-            self._leave("closed" if kind is None else "failed", self.session.deadline(UNSET))
+            self._place.leave("closed" if kind is None else "failed", self.session.deadline(UNSET))
         except IpcSyncError as secondary:
             if error is None:
                 raise

@@ -12,6 +12,7 @@ import os
 import random
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -74,8 +75,10 @@ class Link(threading.Thread):
         self._calls: dict[int, _Call] = {}  # without an answer yet
         self._outbox: deque[_Call] = deque()
         self._later: list[tuple[Callable[[], bool], str, msgspec.Struct]] = []
+        self._soon: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._bell).atexit = False  # not before: another file would get its number
         self._ending = False
         self._ended: errors.IpcSyncError | None = None
         self._greeting: _Call | None = None
@@ -118,6 +121,12 @@ class Link(threading.Thread):
     def post_when(self, ready: Callable[[], bool], op: str, body: msgspec.Struct) -> None:
         """Posts the request once `ready()`, which must not block, is true; the I/O thread looks."""
         self._later.append((ready, op, body))
+        self._ring()
+
+    def soon(self, call: Callable[[], None]) -> None:
+        """Has the I/O thread call it, which must not block. Takes no lock: the garbage collector may come in anywhere,
+        and use this."""
+        self._soon.append(call)
         self._ring()
 
     def settle(self, deadline: Deadline) -> None:
@@ -183,7 +192,7 @@ class Link(threading.Thread):
         try:
             os.eventfd_write(self._bell, 1)
         except OSError:
-            pass  # the thread has ended and closed it
+            pass  # nobody has read it for long: the thread has ended
 
     # -- the I/O thread
 
@@ -228,7 +237,6 @@ class Link(threading.Thread):
                 self._pulse.close()
             dealer.close()
             context.term()
-            os.close(self._bell)
 
     def _loop(self, dealer: zmq.Socket[bytes], refused: zmq.Socket[bytes] | None) -> None:
         poller = zmq.Poller()
@@ -256,6 +264,8 @@ class Link(threading.Thread):
             ready = dict(poller.poll(max(0, int((wake - time.monotonic()) * 1000) + 1)))
             if self._bell in ready:
                 os.eventfd_read(self._bell)
+            while self._soon:
+                self._soon.popleft()()
             if dealer in ready:
                 self._receive(dealer)
             if refused is not None and refused in ready:

@@ -146,7 +146,10 @@ class ReadSlot(Slot):
     ``time.monotonic_ns``), ``skipped`` (items that a ``latest`` reader missed before this one), ``meta`` (the map).
     """
 
-    __slots__ = ("_buffer", "_meta", "_raw_meta", "_reader", "_timeline", "epoch", "number", "published", "skipped")
+    __slots__ = (
+        *("_buffer", "_meta", "_raw_meta", "_reader", "_timeline", "epoch", "number", "published", "skipped"),
+        "__weakref__",
+    )
 
     def __init__(self, reader: Reader, raw: RawStream, number: int, epoch: int, skipped: int) -> None:
         self._arrays, self._raw, self._using = None, raw, None
@@ -185,7 +188,7 @@ class ReadSlot(Slot):
         written again. Idempotent; in any order. A host channel's slot may be released on a CUDA stream, behind its copy
         to the device."""
         if self._arrays is not None:
-            self._reader._release(self, stream)
+            self._reader._place.release(self, stream)
 
     def __enter__(self) -> ReadSlot:
         backend = self._reader._backend
@@ -197,7 +200,7 @@ class ReadSlot(Slot):
         if self._using is not None:
             self._leave_current()
         if self._arrays is not None:
-            self._reader._release(self, None)
+            self._reader._place.release(self, None)
         if kind is None:
             self._reader._settle()
 

@@ -296,7 +296,7 @@ class Queue:
             if self._reader is None:
                 self._reader = self.channel.reader(group="queue", timeout=_left(deadline))
                 # Of a group's readers an item is one's alone: it may write into it, as into any tensor of its own.
-                self._reader._views = self.channel.views(writable=True)
+                self._reader._use(self.channel.views(writable=True))
         return Item(self._reader.get(_current(self.channel.device), _left(deadline)), self._single)
 
     def __iter__(self) -> Iterator[Item]:

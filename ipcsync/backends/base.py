@@ -206,6 +206,10 @@ class Backend(ABC):
         """(the whole allocation, offset of the array's first byte) of an array the caller owns; ``NotExportable``."""
 
     @abstractmethod
+    def anchored(self, memory: Memory) -> tuple[Memory, object]:
+        """(the same memory, an object that lives for as long as any array made of that, or a view of one)."""
+
+    @abstractmethod
     def array(
         self, memory: Memory, offset: int, shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None = None
     ) -> Any:

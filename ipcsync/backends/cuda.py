@@ -7,6 +7,7 @@ shows that they work. No call makes Python run on a CUDA thread.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -398,6 +399,10 @@ class CudaBackend(Backend):
 
     def export(self, array: object) -> tuple[Memory, int]:
         return self._memories.export(array)
+
+    def anchored(self, memory: Memory) -> tuple[Memory, object]:
+        anchor = cuda_memory.Anchor(memory.keep)
+        return dataclasses.replace(memory, keep=anchor), anchor
 
     def array(
         self, memory: Memory, offset: int, shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None = None

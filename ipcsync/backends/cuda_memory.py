@@ -200,6 +200,13 @@ def array_pointer(array: object) -> int:
     return int(interface["data"][0])
 
 
+class Anchor:
+    """What CuPy keeps in the place of `keep` with every array over some memory."""
+
+    def __init__(self, keep: object) -> None:
+        self.keep = keep
+
+
 def view(memory: Memory, offset: int, shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None) -> Any:
     """A CuPy array over `memory`, which it keeps mapped."""
     module = cupy()

@@ -6,6 +6,7 @@ daemon thread with a queue, on which calls, records and waits are in order, as o
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 import os
 import threading
@@ -44,6 +45,13 @@ def _await(region: Region, index: int, value: int) -> None:
             token = bells.announce(region, bell)
             if words[index] < value:
                 bells.sleep(region, bell, token, SLICE)
+
+
+class _Whole:
+    """In the place of a region: all of it as one array, which is the base of every array over it."""
+
+    def __init__(self, whole: Any) -> None:
+        self.bytes = whole
 
 
 class HostBackend(Backend):
@@ -255,6 +263,12 @@ class HostBackend(Backend):
             "this array's memory is private to this process: only memory that maps a file of a tmpfs can be shared; "
             "have the broker own it with session.create_array(name, fields), and write into that"
         )
+
+    def anchored(self, memory: Memory) -> tuple[Memory, object]:
+        import numpy
+
+        whole = numpy.frombuffer(memory.keep.bytes, numpy.uint8)
+        return dataclasses.replace(memory, keep=_Whole(whole)), whole
 
     def array(
         self, memory: Memory, offset: int, shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None = None

@@ -303,9 +303,10 @@ def test_what_belongs_to_a_process_is_not_passed_to_another(session: Session) ->
     event = session.create_event("e", device="cpu")
     channel = session.create_channel("c", shape=(4,), device="cpu")
     array = session.create_array("a", shape=(4,), device="cpu")
-    for thing in (session, event, channel, channel.reader(), channel.writer(), array):
-        with pytest.raises(errors.InvalidState, match="pass names"):
-            pickle.dumps(thing)
+    with channel.reader() as reader, channel.writer() as writer:
+        for thing in (session, event, channel, reader, writer, array):
+            with pytest.raises(errors.InvalidState, match="pass names"):
+                pickle.dumps(thing)
 
 
 def test_a_writer_that_gave_up_says_which_reader_holds_the_buffers(session: Session) -> None:
