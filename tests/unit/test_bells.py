@@ -23,7 +23,8 @@ def record(round: int) -> Program:
 
 
 def sleeper(token: int, round: int) -> Program:
-    return (("store", "bell", token), ("barrier",), ("look", round), ("sleep", token))
+    """Goes by the token that is in the bell, or makes one; fences; looks; sleeps while the bell holds that token."""
+    return (("take", 1), ("make", token), ("barrier",), ("look", round), ("sleep",))
 
 
 TOLL: Program = (("store", "word", 9), ("store", "bell", 0), ("wake",))
@@ -35,6 +36,8 @@ class World:
     memory: tuple[tuple[str, int], ...]
     at: tuple[int, ...]  # of each process: its next step, or asleep, or done
     buffers: tuple[tuple[tuple[str, int], ...], ...]  # its stores on their way
+    tokens: tuple[int, ...]  # what it goes by
+    made: tuple[int, ...]  # how many tokens it made
 
 
 def put(memory: tuple[tuple[str, int], ...], word: str, value: int) -> tuple[tuple[str, int], ...]:
@@ -48,8 +51,17 @@ def landed(world: World, who: int) -> World:
     return replace(world, memory=memory, buffers=(*world.buffers[:who], (), *world.buffers[who + 1 :]))
 
 
+def changed(values: tuple[int, ...], who: int, to: int) -> tuple[int, ...]:
+    return (*values[:who], to, *values[who + 1 :])
+
+
 def moved(world: World, who: int, to: int) -> World:
-    return replace(world, at=(*world.at[:who], to, *world.at[who + 1 :]))
+    return replace(world, at=changed(world.at, who, to))
+
+
+def stored(world: World, who: int, word: str, value: int) -> World:
+    buffer = (*world.buffers[who], (word, value))
+    return replace(world, buffers=(*world.buffers[:who], buffer, *world.buffers[who + 1 :]))
 
 
 def seen(world: World, who: int, word: str) -> int:
@@ -69,8 +81,17 @@ def steps(world: World, programs: tuple[Program, ...]) -> Iterator[World]:
         kind, *rest_of = program[at]
         on = moved(world, who, at + 1)
         if kind == "store":
-            buffer = (*world.buffers[who], (str(rest_of[0]), int(str(rest_of[1]))))
-            yield replace(on, buffers=(*world.buffers[:who], buffer, *world.buffers[who + 1 :]))
+            yield stored(on, who, str(rest_of[0]), int(str(rest_of[1])))
+        elif kind == "take":
+            token = seen(world, who, "bell")
+            on = moved(world, who, at + 1 + int(str(rest_of[0]))) if token else on
+            yield replace(on, tokens=changed(world.tokens, who, token))
+        elif kind in ("make", "make-again"):  # never the same twice, or always
+            token = int(str(rest_of[0])) + (100 * world.made[who] if kind == "make" else 0)
+            on = replace(
+                on, tokens=changed(world.tokens, who, token), made=changed(world.made, who, world.made[who] + 1)
+            )
+            yield stored(on, who, "bell", token)
         elif kind == "skip-if-0":
             yield on if seen(world, who, str(rest_of[0])) else moved(world, who, at + 1 + int(str(rest_of[1])))
         elif kind == "look":
@@ -85,13 +106,14 @@ def steps(world: World, programs: tuple[Program, ...]) -> Iterator[World]:
         else:  # a futex wait: the kernel compares, and sleeps, in one
             on = landed(world, who)
             holds = dict(on.memory)["bell"]
-            falls = holds != 0 if rest_of[0] is None else holds == rest_of[0]
+            falls = holds != 0 if rest_of else holds == world.tokens[who]
             yield moved(on, who, ASLEEP if falls else 0)
 
 
 def explore(*programs: Program) -> tuple[int, bool]:
     """(worlds seen, whether in one of them nothing moves any more and somebody sleeps who need not)."""
-    start = World((("word", 0), ("bell", 0)), (0,) * len(programs), ((),) * len(programs))
+    nobody = (0,) * len(programs)
+    start = World((("word", 0), ("bell", 0)), nobody, ((),) * len(programs), nobody, nobody)
     known, todo, broken = {start}, [start], False
     wanted = [next((int(str(op[1])) for op in program if op[0] == "look"), 0) for program in programs]
     while todo:
@@ -123,8 +145,12 @@ def without(program: Program, kind: str) -> Program:
     return tuple(op for op in program if op[0] != kind)
 
 
+def instead(program: Program, kind: str, op: Op) -> Program:
+    return tuple(op if each[0] == kind else each for each in program)
+
+
 def any_token(program: Program) -> Program:
-    return tuple(("sleep", None) if op[0] == "sleep" else op for op in program)
+    return instead(program, "sleep", ("sleep", "any"))
 
 
 def swapped(program: Program, i: int, j: int) -> Program:
@@ -137,14 +163,28 @@ def swapped(program: Program, i: int, j: int) -> Program:
     ("recorder", "sleepers"),
     [
         pytest.param(RECORDER, [without(sleeper(7, 1), "barrier")], id="no fence"),
-        pytest.param(RECORDER, [swapped(sleeper(7, 1), 0, 2)], id="looked before it was announced"),
+        pytest.param(
+            RECORDER,
+            [sleeper(7, 2), instead(sleeper(8, 1), "take", ("take", 2))],
+            id="no fence of who goes by another's token",
+        ),
+        pytest.param(
+            RECORDER,
+            [(("look", 1), *without(sleeper(7, 1), "look"))],
+            id="looked before it was announced",
+        ),
         pytest.param(swapped(record(1), 2, 3), [sleeper(7, 1), sleeper(8, 1)], id="silenced after the wake"),
         pytest.param(
             (("skip-if-0", "bell", 2), ("store", "bell", 0), ("wake",), ("store", "word", 1)),
             [sleeper(7, 1)],
             id="the bell looked at before the round is stored",
         ),
-        pytest.param(RECORDER, [any_token(sleeper(7, 2)), any_token(sleeper(7, 2))], id="anybody's token will do"),
+        pytest.param(RECORDER, [any_token(sleeper(7, 2)), any_token(sleeper(8, 2))], id="any token will do"),
+        pytest.param(
+            RECORDER,
+            [instead(sleeper(token, 2), "make", ("make-again", token)) for token in (7, 8)],
+            id="a token used twice",
+        ),
     ],
 )
 def test_each_step_is_needed(recorder: Program, sleepers: list[Program]) -> None:
