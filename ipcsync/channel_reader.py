@@ -13,7 +13,7 @@ from weakref import ref
 
 from . import bells, failpoints, trace
 from .channel_place import ReaderPlace, warn_of_unclosed
-from .errors import EndOfStream, IpcSyncError, PeerDied, StaleHandle, WaitTimeout
+from .errors import EndOfStream, InvalidState, IpcSyncError, PeerDied, StaleHandle, WaitTimeout
 from .host_waits import ISSUED
 from .ledger import Cell
 from .ring import Buffer, Head
@@ -67,6 +67,9 @@ class Reader:
         The host waits, `timeout` seconds at most (``WaitTimeout``), until the item is published. ``EndOfStream`` after
         the last one; ``PeerDied`` when the writer died, ``PeerFailed`` when it was left by an exception. The stream
         may be another GPU's: its device is current in the turn, and ``slot.array`` stays where it is.
+
+        In a group, ``EndOfStream`` is known when no other member holds an item. ``InvalidState`` if this one holds one
+        itself by then, since the others may wait for it: release it and call again.
         """
         session = self.session
         raw = session.reading_stream(stream, self.device)
@@ -142,7 +145,7 @@ class Reader:
         if number >= bad:
             return self.on_writer_death == "raise" or epochs.over or epochs.ended(number)
         if epochs.ended(number):
-            return not turn.peers_hold()
+            return bool(self._held) or not turn.peers_hold()
         return epochs.over
 
     def _follow(self) -> None:
@@ -279,9 +282,20 @@ class Reader:
     def _end(self, deadline: Deadline) -> None:
         token = bells.announce(self._control.region, Head.DOORBELL)
         if self._turn.peers_hold():  # one of them may still die, and what it holds come here
+            name, group = self.channel.name, self.group
+            if self._held:  # they may be here too, and wait for this one
+                raise InvalidState(
+                    f"{name!r} has ended, and others of the group {group!r} still hold items, which come here if they "
+                    f"die; they may be waiting for what this reader holds ({len(self._held)} of its items): release() "
+                    "that, then get() again"
+                )
             left = deadline.left()
             if left == 0.0:
-                raise WaitTimeout(f"others of the group {self.group!r} still hold items of {self.channel.name!r}")
+                raise WaitTimeout(
+                    f"{name!r} has ended, but others of the group {group!r} did not release the items that they hold "
+                    f"within {deadline.timeout:g} s: release() them there, or close() those readers",
+                    timeout=deadline.timeout,
+                )
             bells.sleep(self._control.region, Head.DOORBELL, token, left)
             return
         self._over = self._epochs.end()
