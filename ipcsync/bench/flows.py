@@ -1,12 +1,13 @@
 """Items from one process to one, two or four others on the CPU: a channel, and what a user would pick instead.
 
-Every producer does the same work an item (it fills the frame), every consumer the same (it reads two corners of it);
-only how the frame gets across differs. Each reader sees every item. ``Fill`` is the producer's work alone: no way
-across can be faster.
+Every producer does the same work an item (it fills the frame), every consumer the same (it reads two corners of it),
+and what lies between holds as many items; only how the frame gets across differs. Each reader sees every item. ``Fill``
+is the producer's work alone: no way across can be faster.
 """
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from multiprocessing.context import SpawnContext
 from multiprocessing.shared_memory import SharedMemory
@@ -19,9 +20,14 @@ import ipcsync
 
 from .contest import Contestant
 
-DEPTH = 4  # buffers of the ring, of the pool, and items that a queue may hold
+PIPE = 65536  # bytes that the kernel holds of a pipe that is not read
 READERS = (1, 2, 4)
 Shape = tuple[int, ...]
+
+
+def depth(shape: Shape) -> int:
+    """Buffers of the ring and of the pool, and items that a queue may hold: as many as a pipe takes, and at least 4."""
+    return max(4, PIPE // int(np.prod(shape)))
 
 
 def fill(frame: Any, number: int) -> None:
@@ -41,8 +47,12 @@ class Flow(Contestant):
         self.peers = max(readers)
         self.cases = len(shapes) * len(readers)
 
+    def size(self, case: int) -> int:
+        """Which of the shapes."""
+        return case // len(self.readers)
+
     def shape(self, case: int) -> Shape:
-        return self.shapes[case // len(self.readers)]
+        return self.shapes[self.size(case)]
 
     def count(self, case: int) -> int:
         """How many readers the case has."""
@@ -60,9 +70,9 @@ class Channel(Flow):
         if peer is None:
             self.writers = [
                 self.session.create_channel(
-                    f"bench-{case}", shape=self.shape(case), dtype="uint8", depth=DEPTH, device="cpu"
+                    f"bench-{case}", shape=shape, dtype="uint8", depth=depth(shape), device="cpu"
                 ).writer()
-                for case in range(self.cases)
+                for case, shape in enumerate(map(self.shape, range(self.cases)))
             ]
         else:
             self.opened = {
@@ -96,7 +106,7 @@ class Fill(Flow):
         self.frames = [np.empty(shape, np.uint8) for shape in self.shapes]
 
     def turn(self, case: int, number: int) -> None:
-        frame = self.frames[case // len(self.readers)]
+        frame = self.frames[self.size(case)]
         fill(frame, number)
         look(frame, number)
 
@@ -107,16 +117,16 @@ class Queues(Flow):
     name = "mp.Queue of arrays"
 
     def prepare(self, context: SpawnContext, folder: Path) -> None:
-        self.queues = [context.Queue(DEPTH) for _ in range(self.peers)]
+        self.queues = [[context.Queue(depth(shape)) for _ in range(self.peers)] for shape in self.shapes]
 
     def turn(self, case: int, number: int) -> None:
         frame = np.empty(self.shape(case), np.uint8)  # a new one: the queue's thread pickles it later
         fill(frame, number)
-        for queue in self.queues[: self.count(case)]:
+        for queue in self.queues[self.size(case)][: self.count(case)]:
             queue.put(frame)
 
     def answer(self, peer: int, case: int, number: int) -> None:
-        look(self.queues[peer].get(), number)
+        look(self.queues[self.size(case)][peer].get(), number)
 
 
 class Pipes(Flow):
@@ -132,7 +142,7 @@ class Pipes(Flow):
             self.frames = [np.empty(shape, np.uint8) for shape in self.shapes]
 
     def turn(self, case: int, number: int) -> None:
-        frame = self.frames[case // len(self.readers)]
+        frame = self.frames[self.size(case)]
         fill(frame, number)
         buffers: list[pickle.PickleBuffer] = []
         head = pickle.dumps(frame, protocol=5, buffer_callback=buffers.append)
@@ -152,34 +162,40 @@ class SharedMemoryAndQueues(Flow):
     name = "shared_memory and mp.Queue"
 
     def prepare(self, context: SpawnContext, folder: Path) -> None:
-        nbytes = max(int(np.prod(shape)) for shape in self.shapes)
-        self.blocks = [SharedMemory(create=True, size=nbytes) for _ in range(DEPTH)]
-        self.full = [context.Queue() for _ in range(self.peers)]
-        self.free = [context.Queue() for _ in range(self.peers)]
-        for queue in self.free:
-            for index in range(DEPTH):
-                queue.put(index)
+        self.blocks = [
+            [SharedMemory(create=True, size=int(np.prod(shape))) for _ in range(depth(shape))] for shape in self.shapes
+        ]
+        self.full = [[context.Queue() for _ in range(self.peers)] for _ in self.shapes]
+        self.free = [[context.Queue() for _ in range(self.peers)] for _ in self.shapes]
+        for shape, queues in zip(self.shapes, self.free, strict=True):
+            for queue in queues:
+                for index in range(depth(shape)):
+                    queue.put(index)
 
     def open(self, peer: int | None) -> None:
         self.peer = peer
-        self.frames = [[np.ndarray(shape, np.uint8, block.buf) for block in self.blocks] for shape in self.shapes]
+        self.frames = [
+            [np.ndarray(shape, np.uint8, block.buf) for block in blocks]
+            for shape, blocks in zip(self.shapes, self.blocks, strict=True)
+        ]
 
     def turn(self, case: int, number: int) -> None:
-        readers = self.count(case)
-        for queue in self.free[:readers]:
+        size, readers = self.size(case), self.count(case)
+        for queue in self.free[size][:readers]:
             index = queue.get()  # the same from all: they free them in the same order
-        fill(self.frames[case // len(self.readers)][index], number)
-        for queue in self.full[:readers]:
+        fill(self.frames[size][index], number)
+        for queue in self.full[size][:readers]:
             queue.put(index)
 
     def answer(self, peer: int, case: int, number: int) -> None:
-        index = self.full[peer].get()
-        look(self.frames[case // len(self.readers)][index], number)
-        self.free[peer].put(index)
+        size = self.size(case)
+        index = self.full[size][peer].get()
+        look(self.frames[size][index], number)
+        self.free[size][peer].put(index)
 
     def close(self) -> None:
         self.frames.clear()
-        for block in self.blocks:
+        for block in itertools.chain.from_iterable(self.blocks):
             block.close()
             if self.peer is None:
                 block.unlink()

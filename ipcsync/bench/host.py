@@ -11,7 +11,7 @@ from .contest import Contestant, Missing, Table, arena, compete, summary
 from .flows import FLOWS, READERS
 from .trips import TRIPS
 
-SIZES = {"1 KiB": ((1024,), 1000), "64 KiB": ((65536,), 500), "1080p frames, 6.2 MB": ((1080, 1920, 3), 30)}
+SIZES = {"1 KiB": ((1024,), 2000), "64 KiB": ((65536,), 500), "1080p frames, 6.2 MB": ((1080, 1920, 3), 30)}
 
 
 def round_trip(*, quick: bool, missing: list[Missing]) -> list[Table]:
@@ -42,7 +42,7 @@ def channel(*, quick: bool, missing: list[Missing]) -> list[Table]:
     for at, (_, count) in enumerate(SIZES.values()):
         cases += [(at * len(readers) + i, 10 if quick else count) for i in range(len(readers))]
     with arena():
-        found = compete([kind(shapes, readers) for kind in FLOWS], 2 if quick else 5, cases, None, missing)
+        found = compete([kind(shapes, readers) for kind in FLOWS], 2 if quick else 9, cases, None, missing)
     counts, tables = dict(cases), []
     for at, size in enumerate(SIZES):
         for i, count in enumerate(readers):
