@@ -295,7 +295,21 @@ def _after_fork() -> None:
         )
 
 
+def _but_for_the_exit(hook: Callable[[threading.ExceptHookArgs], object]) -> Callable[[threading.ExceptHookArgs], None]:
+    """`hook`, which prints what a thread did not catch; but not that a daemon thread's wait was ended by the end of the
+    program, which is how such threads end."""
+
+    def quiet(args: threading.ExceptHookArgs) -> None:
+        over = issubclass(args.exc_type, errors.SessionClosed) and args.thread is not None and args.thread.daemon
+        if not over:
+            hook(args)
+
+    return quiet
+
+
 def _at_exit() -> None:
+    if _sessions:
+        threading.excepthook = _but_for_the_exit(threading.excepthook)
     for session in list(_sessions):
         session.close(timeout=2.0)
 
