@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from .harness import KEPT, Broker, Child, Hang, Runtime, segments, unused
+from .harness import KEPT, Broker, Child, Hang, segments, unused
+from .places import Runtime, came_back, sweep
 from .pool import NOWHERE, Shared, environment, shares
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", 'fresh(*what): "children", or a "broker", that no other test has (pool.py)')
     # A test that forgot the `runtime` fixture must not meet the user's own broker.
     os.environ["IPCSYNC_RUNTIME_DIR"] = NOWHERE
+    if not hasattr(config, "workerinput"):
+        sweep()  # of runs before that were killed
     config.stash[_SEGMENTS] = segments()
     resource_tracker.ensure_running()  # now, so that it carries no test's runtime directory in its environment
 
@@ -39,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):
         return  # only whoever saw all of it can say
+    if swept := sweep():  # a crash is reported by whoever it happened to, or was wanted (a planted bug)
+        session.config.get_terminal_writer().line(f"\nremoved from /dev/shm, of tests that are dead: {sorted(swept)}")
     left = segments() - session.config.stash[_SEGMENTS]
     if left := unused(left):  # what is in use belongs to somebody else's tests
         session.config.get_terminal_writer().line(f"\nleft in /dev/shm: {sorted(left)}", red=True)
@@ -95,6 +100,7 @@ def shared() -> Iterator[Shared]:
     if log := os.environ.get("IPCSYNC_TEST_LOG"):
         with open(log, "a") as file:
             file.write(f"shared in {os.environ.get('PYTEST_XDIST_WORKER', 'main')}: {made}\n")
+    problems += [f"{path} was made again after its test" for path in came_back()]
     assert not problems, "\n".join(problems)
 
 

@@ -10,9 +10,9 @@ import faulthandler
 import fnmatch
 import os
 import secrets
-import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -28,7 +28,7 @@ from ipcsync import linux
 
 TIMEOUT = 30.0  # seconds for any one step: only a hang takes that long
 SHM = Path("/dev/shm")
-PREFIX = "ipcsync-t-"  # runtime directories of tests
+PREFIX = "ipcsync-test-"  # runtime directories of tests
 #: What a broker that ended in order may leave in its runtime directory (patterns, relative).
 KEPT = ("broker.lock", "journal", "ledger", "l1")
 _spawn = get_context("spawn")
@@ -305,12 +305,14 @@ def files_of(runtime: Path, kept: Iterable[str] = KEPT) -> list[str]:
 
 
 def segments() -> set[str]:
-    """Names in /dev/shm that are ours, without the runtime directories of tests (looked at one by one)."""
+    """Names in /dev/shm that are ours, without the runtime directories of tests (places.py looks at them)."""
     found = set()
     for path in SHM.iterdir():
         try:
-            theirs = path.name.startswith((PREFIX, "cuda.shm."))  # what CUDA leaves of a killed process is not ours
-            if path.lstat().st_uid == os.getuid() and not theirs:
+            found_there = path.lstat()
+            place = path.name.startswith(PREFIX) and stat.S_ISDIR(found_there.st_mode)
+            of_cuda = path.name.startswith("cuda.shm.")  # what CUDA leaves of a killed process is not ours
+            if found_there.st_uid == os.getuid() and not place and not of_cuda:
                 found.add(path.name)
         except FileNotFoundError:
             continue
@@ -328,36 +330,3 @@ def unused(names: set[str]) -> set[str]:
                 continue
             left -= {name for name in left if os.fsencode(SHM / name) in text}
     return left & segments()
-
-
-class Runtime:
-    """A runtime directory of one test's own."""
-
-    def __init__(self) -> None:
-        self.path = SHM / f"{PREFIX}{secrets.token_hex(6)}"
-        self.path.mkdir(mode=0o700)
-
-    def leaks(self, kept: Iterable[str] = KEPT, *, moment: float = 5.0, at_home: int | None = None) -> list[str]:
-        """What is left: processes and files, each as a sentence. Whoever is just leaving gets a moment (seconds);
-        `at_home` is the pid of who may stay."""
-        deadline = time.monotonic() + moment
-        while (left := self._look(kept, at_home)) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return left
-
-    def _look(self, kept: Iterable[str], at_home: int | None) -> list[str]:
-        return [
-            *(f"process {pid} still runs: {line}" for pid, line in processes_of(self.path) if pid != at_home),
-            *(f"file {name} was left in the runtime directory" for name in files_of(self.path, kept)),
-        ]
-
-    def remove(self) -> None:
-        """Ends what still runs in it and removes it."""
-        for pid, _ in processes_of(self.path):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        shutil.rmtree(self.path, ignore_errors=True)
-        for log in Path("/tmp").glob(f"{self.path.name}-broker-*.log"):
-            log.unlink(missing_ok=True)

@@ -30,7 +30,8 @@ import pytest
 
 import ipcsync
 
-from .harness import KEPT, TIMEOUT, Broker, Child, Hang, Peer, Runtime, begin, run
+from .harness import KEPT, TIMEOUT, Broker, Child, Hang, Peer, begin, run
+from .places import Runtime
 
 _spawn = get_context("spawn")
 NOWHERE = "/nonexistent/this-test-needs-the-runtime-fixture"

@@ -9,19 +9,23 @@ import pytest
 
 import ipcsync
 
-from ..harness import Broker, Runtime
+from ..harness import Broker
+from ..places import Runtime
 
 
 @pytest.fixture
 def two(runtime: Path) -> Iterator[list[Path]]:
     """Two directories with a broker each; neither is the one of the environment."""
     places = [Runtime(), Runtime()]
-    brokers = [Broker(place.path) for place in places]
-    yield [place.path for place in places]
-    for place, broker in zip(places, brokers, strict=True):
-        assert broker.stop() == 0
-        assert place.leaks() == []
-        place.remove()
+    try:
+        brokers = [Broker(place.path) for place in places]
+        yield [place.path for place in places]
+        for place, broker in zip(places, brokers, strict=True):
+            assert broker.stop() == 0
+            assert place.leaks() == []
+    finally:
+        for place in places:
+            place.remove()
 
 
 @pytest.mark.parametrize("memory", ["broker", "session"])

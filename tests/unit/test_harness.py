@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Child, Hang, Peer, Runtime, files_of, processes_of, segments, unused
+from tests.harness import Child, Hang, Peer, files_of, processes_of, segments, unused
+from tests.places import Runtime, came_back, sweep
 
 
 def echo(peer: Peer, word: str) -> str:
@@ -108,6 +109,70 @@ def test_a_planted_process_is_found_and_removed(place: Runtime) -> None:
     assert processes_of(place.path) == []
 
 
+def test_a_directory_is_removed_though_somebody_fills_it_until_the_end(place: Runtime) -> None:
+    """A process that makes files, and the directory itself, again and again; killed, it is not gone at once."""
+    busy = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import os, sys\n"
+            "print(flush=True)\n"
+            "while True:\n"
+            "    os.makedirs(sys.argv[1], exist_ok=True)\n"
+            "    try: open(sys.argv[1] + '/mem-1', 'w').close()\n"
+            "    except OSError: pass\n",
+            str(place.path),
+        ],
+        env={**os.environ, "IPCSYNC_RUNTIME_DIR": str(place.path)},
+        stdout=subprocess.PIPE,
+    )
+    with busy:
+        assert busy.stdout is not None
+        busy.stdout.readline()
+        place.remove()
+        assert busy.wait(30) == -signal.SIGKILL
+    assert not place.path.exists()
+    assert str(place.path) not in came_back()
+
+
+def test_a_directory_that_is_made_again_is_told(place: Runtime) -> None:
+    place.remove()
+    assert str(place.path) not in came_back()
+    place.path.mkdir()
+    assert str(place.path) in came_back()
+    place.path.rmdir()
+
+
+def make_and_crash(peer: Peer, how: int) -> None:
+    made = Runtime()
+    (made.path / "mem-1").touch()
+    subprocess.Popen(
+        [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"],
+        env={**os.environ, "IPCSYNC_RUNTIME_DIR": str(made.path)},
+        stdout=subprocess.PIPE,
+    )
+    peer.send(str(made.path))
+    peer.recv()
+    os.kill(os.getpid(), how)
+
+
+@pytest.mark.parametrize("how", [signal.SIGSEGV, signal.SIGKILL])
+def test_what_a_test_that_crashed_left_is_swept_and_nothing_else(place: Runtime, how: int) -> None:
+    """With the processes that it started. Before, it is its own."""
+    child = Child(make_and_crash, (how,))
+    path = Path(child.recv())
+    assert path.name not in sweep()
+    child.send()
+    child.process.join(30)
+    assert child.process.exitcode == -how
+    swept = sweep()  # unless another run was faster
+    assert not path.exists()
+    assert processes_of(path) == []
+    assert place.path.name not in swept
+    assert place.path.is_dir()
+    child.end()
+
+
 def test_a_planted_segment_is_found() -> None:
     planted = Path(f"/dev/shm/planted-{os.getpid()}")
     before = segments()
@@ -144,3 +209,27 @@ def test_the_watchdog_barks_and_leaks_fail_a_test(tmp_path: Path) -> None:
     assert "took longer than 1 s" in done.stdout
     assert "file mem-7 was left in the runtime directory" in done.stdout
     assert "1 failed, 1 passed, 1 error" in done.stdout
+
+
+def test_a_run_removes_what_its_crashed_worker_left(tmp_path: Path) -> None:
+    suite, told = tmp_path / "suite", tmp_path / "told"
+    suite.mkdir()
+    (suite / "conftest.py").write_text("from tests.conftest import *\n")
+    (suite / "test_bad.py").write_text(
+        "import os, pathlib\n"
+        "def test_crash(broker):\n"
+        f"    pathlib.Path({str(told)!r}).write_text(str(broker.runtime))\n"
+        "    os._exit(3)\n"
+    )
+    options = ["-p", "no:cacheprovider", "-n", "1", "--max-worker-restart", "0", "--rootdir", str(suite)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, str(suite)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=55,
+    )
+    assert "1 failed" in done.stdout
+    runtime = Path(told.read_text())
+    assert not runtime.exists()
+    assert processes_of(runtime) == [], "its broker"
