@@ -41,9 +41,9 @@ DONE, FAILED, INVALID, NO_BROKER, INTERRUPTED = 0, 1, 2, 3, 130
 def run(file: Path, overrides: tuple[str, ...], json_file: Path | None, trace_file: Path | None, mps: bool) -> None:
     """Run the pipeline in FILE until its sources are exhausted.
 
-    A broker is started if none runs. Ctrl-C finishes the items that were begun; a second one stops at once. Exit
-    status: 0 done, 1 a stage failed, 2 the file or the arguments are wrong, 3 no broker could be reached or started,
-    130 interrupted.
+    A broker is started if none runs, and again should it die. Ctrl-C finishes the items that were begun; a second one
+    stops at once. Exit status: 0 done, 1 a stage failed, 2 the file or the arguments are wrong, 3 no broker could be
+    reached or started, 130 interrupted.
     """
     sys.exit(run_file(file, overrides, json_file, trace_file, mps=mps))
 

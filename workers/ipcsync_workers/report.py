@@ -25,6 +25,7 @@ def report(run: Supervisor) -> dict[str, Any]:
         "status": "failed" if failed else "interrupted" if run.interrupted else _status(run),
         "failed": failed,
         "seconds": round((run.ended or time.monotonic()) - run.began, 6) if run.began else 0.0,
+        "broker_restarts": run.broker_restarts,
         "stages": stages,
     }
 
@@ -85,6 +86,8 @@ def table(record: dict[str, Any]) -> Table:
     missing = any(stage["missed"] or stage["repeated"] for stage in record["stages"].values())
     counts = any(stage["counts"] for stage in record["stages"].values())
     title = f"{record['pipeline']}: {record['status']} in {record['seconds']:.2f} s"
+    if record["broker_restarts"]:
+        title += f", the broker restarted {record['broker_restarts']} ×"
     made = Table(title=title, title_justify="left", title_style="bold")
     made.add_column("stage")
     for heading in ("items", "items/s", "hop p50", "hop p99", "bytes", "restarts"):

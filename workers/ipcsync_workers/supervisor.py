@@ -22,6 +22,7 @@ from ipcsync.errors import DeviceUnavailable, IpcSyncError, OutOfSpace, QuotaExc
 
 from . import messages
 from .counters import Counters
+from .keeper import Keeper
 from .order import META_BYTES, OVER, Board
 from .pipeline import Pipeline, invalid
 from .plan import WorkerPlan, lay_out
@@ -91,6 +92,7 @@ class Supervisor:
         self.mps = mps  # the workers share one MPS server
         self.device_lost = False  # ... and a dead one took the others' contexts along
         self.interrupted: int | None = None  # the signal that ended the run
+        self.broker_restarts = 0
         self.began = self.ended = 0.0
         self._signals: list[int] = []
         self._handled = 0
@@ -104,7 +106,7 @@ class Supervisor:
         """True when every stage was done. Errors of the broker (``BrokerUnavailable`` ...) are raised."""
         ours = runtime.broker_pid(self.directory) is None
         try:
-            with self._listening(), self._session() as session:
+            with self._listening(), self._session() as session, self._keeping(ours):
                 self._create_channels(session)
                 _failpoint("supervisor.channels")
                 try:
@@ -125,6 +127,20 @@ class Supervisor:
 
     def _session(self) -> Any:
         return ipcsync.connect(self.directory, name="supervisor", namespace=self.namespace, start_broker=True)
+
+    @contextmanager
+    def _keeping(self, ours: bool) -> Iterator[None]:
+        """The broker that we started is started again should it die, for as long as our session is there. Somebody
+        else's is theirs."""
+        if not ours:
+            yield
+            return
+        keeper = Keeper(self.directory, self.show.notice)
+        try:
+            yield
+        finally:
+            keeper.close()
+            self.broker_restarts = keeper.restarts
 
     @contextmanager
     def _listening(self) -> Iterator[None]:

@@ -29,6 +29,7 @@ from .joining import attend, begin, join, lead
 from .order import Board
 from .stage import Stage, run
 
+_BROKER = 30.0  # seconds for the broker to answer: it may be just being started again
 _GRACE = 3.0  # seconds that a stage has to leave by itself once its supervisor is gone
 
 
@@ -85,7 +86,9 @@ def _work(
     draining, go = threading.Event(), threading.Event()
     threading.Thread(target=_listen, args=(end, stages, draining, go), name="supervisor", daemon=True).start()
     session = stack.enter_context(
-        ipcsync.connect(plan.directory, name=worker.name, namespace=plan.namespace, default_timeout=None)
+        ipcsync.connect(
+            plan.directory, name=worker.name, namespace=plan.namespace, timeout=_BROKER, default_timeout=None
+        )
     )
 
     def expected(items: int) -> None:
