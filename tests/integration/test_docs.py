@@ -159,6 +159,17 @@ def test_tests_that_are_named_exist() -> None:
             assert not name or f"def {name}(" in (ROOT / file).read_text(), f"{page}: {file}::{name}"
 
 
+@pytest.mark.parametrize(
+    "page", sorted((*(ROOT / "docs" / "design").glob("*.md"), *(ROOT / "docs" / "decisions").glob("*.md"),
+                    ROOT / "docs" / "protocol.md", ROOT / "CONTRIBUTING.md")), ids=lambda page: page.name
+)  # fmt: skip
+def test_code_that_is_named_exists(page: Path) -> None:
+    """Files, by their path or the end of it: `ledger.py`, `backends/base.py`."""
+    folders = [ROOT / folder for folder in ("ipcsync", "broker", "workers", "tests", "docs")]
+    for name in re.findall(r"`([\w/]+\.py)`", page.read_text()):
+        assert (ROOT / name).exists() or any(any(folder.rglob(name)) for folder in folders), name
+
+
 def test_every_sentence_of_torchs_page_names_a_test() -> None:
     text = (ROOT / "docs" / "reference" / "torch-event.md").read_text()
     table = text.partition("## Each documented sentence")[2]
