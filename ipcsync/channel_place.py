@@ -40,6 +40,7 @@ class Place:
     def __init__(self, channel: Channel) -> None:
         self.channel, self.session = channel, channel.session
         self.backend, self.control = channel.backend, channel.control
+        self.threaded = self.backend.is_thread(None)  # where no stream is the calling thread
         self.closed = False
         self._anchor: weakref.ref[Any] | None = None
 
@@ -113,7 +114,7 @@ class ReaderPlace(Place):
         if stream is not None:
             crossing = self.crossing.stream(stream) if device.type == "cpu" else None
             backend, raw = crossing or (backend, self.session.reading_stream(stream, device))
-        if backend.is_thread(raw):
+        if raw is None and self.threaded:
             self._words[done] = number
         elif self._words[done] >= number:  # what a dead one left in our cell: the word cannot say when we are done
             backend.stream_synchronize(raw)

@@ -19,6 +19,7 @@ from .ledger import Cell
 from .ring import Buffer, Head
 from .ring import Reader as Words
 from .slot import ReadSlot
+from .stream import _thread as current_streams
 from .waiting import UNSET, Deadline, Timeout, wait_word
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Reader:
         self.policy, self.group, self.on_writer_death = policy, group, "wait" if wait else "raise"
         self.skipped = 0
         self._backend, self._control = place.backend, place.control
+        self._threaded = place.threaded
         self._words, self._bytes = self._control.words, self._control.region.bytes
         self._turn, self._epochs, self._held = place.turn, place.epochs, place.held
         self._lock = threading.Lock()
@@ -72,7 +74,10 @@ class Reader:
         itself by then, since the others may wait for it: release it and call again.
         """
         session = self.session
-        raw = session.reading_stream(stream, self.device)
+        if stream is None and self._threaded and not current_streams.stack:
+            raw = None  # the calling thread itself
+        else:
+            raw = session.reading_stream(stream, self.device)
         deadline = None if timeout is UNSET else session.deadline(timeout)  # most turns need none
         if not self._lock.acquire(False):
             deadline = deadline or session.deadline()
@@ -185,17 +190,17 @@ class Reader:
     def _look(self) -> tuple[int, int] | None:
         """(the last item issued, the first that is condemned) if there is one to be taken, else None. Raises if nothing
         can be taken any more, or if the last item taken has been condemned."""
-        epochs, session = self._epochs, self.session
-        bad = epochs.bad
-        if bad <= self._place.unconfirmed:
+        place, session = self._place, self.session
+        found = issued, bad = self._epochs.seen()
+        if bad <= place.unconfirmed:
             self._settle()
-        if self._place.closed:
+        if place.closed:
             self.channel.refuse("reader")
         if self._over is not None:
             raise self._over
-        session.check()
-        issued = epochs.issued
-        return (issued, bad) if self._turn.ready(issued, bad) else None
+        if session._refusal is not None or session._words[session._lease]:
+            session.check()
+        return found if self._turn.ready(issued, bad) else None
 
     def _await(self, deadline: Deadline) -> tuple[int, int]:
         """What :meth:`_look` finds, once the next item was issued and may be taken."""

@@ -18,6 +18,7 @@ from .host_waits import SPACE
 from .ledger import Cell
 from .ring import Buffer, Head
 from .slot import WriteSlot, encode_meta
+from .stream import _thread as current_streams
 from .turns import Choice, publish
 from .waiting import SLICE, UNSET, Deadline, Timeout, slept, spin, wait_word
 
@@ -36,6 +37,7 @@ class Writer:
         self.channel, self.session, self.device = place.channel, place.session, place.channel.device
         self.epoch = place.epoch
         self._backend, self._control = place.backend, place.control
+        self._threaded = place.threaded
         self._words, self._ledger = self._control.words, self.session.ledger.words
         self._timeline, self._at = place.timeline, place.timeline.at
         self._views = self.channel.views(writable=True)
@@ -60,6 +62,8 @@ class Writer:
 
         The host waits, `timeout` seconds at most, only when every buffer is in use. `meta`: see ``slot.meta``.
         """
+        if stream is None and self._threaded and not current_streams.stack:
+            return WriteSlot(self, None, meta, timeout)  # on the calling thread itself
         return WriteSlot(self, self.session.stream(stream, self.device), meta, timeout)
 
     def stands(self, epoch: int, number: int) -> bool:

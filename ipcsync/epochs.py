@@ -32,6 +32,12 @@ class Epochs:
             epoch -= 1
         self._enter(epoch)
 
+    def seen(self) -> tuple[int, int]:
+        """(`issued`, `bad`), in one call."""
+        ledger, at = self._ledger, self._at
+        bad = ledger[at + Cell.VERDICT] if self._words[Head.EPOCH] == self.number else self.bad
+        return ledger[at + Cell.ISSUED], bad
+
     @property
     def issued(self) -> int:
         """The last item of this epoch that was published."""

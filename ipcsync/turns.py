@@ -55,22 +55,21 @@ class Choice:
         all are in use. The buffer is the caller's until `keep` or `put_back`."""
         if self._full is not None and self._full == self._marks():
             return None  # who waits asks again and again
-        self._full = None
-        found = self._among(1)  # nearly always it is the oldest
-        if found is None:
-            marks = self._marks()
-            found = self._among(len(self.order))
-            if found is None:
-                self._full = marks
-        return found
-
-    def _among(self, count: int) -> tuple[int, list[tuple[int, int]]] | None:
-        for place, b in enumerate(self.order[:count]):
+        self._full, marks, order = None, None, self.order
+        waits: list[tuple[int, int]] = []
+        if order:
+            b = order[0]  # the oldest: nearly always it is that one
             item = self.items[b]
-            waits: list[tuple[int, int]] = []
             if item == 0 or self._free(b, item, waits):
-                del self.order[place]
+                del order[0]
                 return b, waits
+            marks = self._marks()
+        for place, b in enumerate(order):
+            item, waits = self.items[b], []
+            if item == 0 or self._free(b, item, waits):
+                del order[place]
+                return b, waits
+        self._full = marks
         return None
 
     def _marks(self) -> list[object] | None:
@@ -234,7 +233,8 @@ class Turn:
         b = self._find(number)
         if b is None:
             raise AssertionError(f"item {number} is in none of the buffers, though nobody may have overwritten it")
-        self._announce(b, number)
+        self.words[self.taken + b] = number
+        self.words[self.at + Reader.CURSOR] = self.next = number + 1
         return number, b
 
     def _announce(self, b: int, number: int) -> None:
