@@ -65,6 +65,27 @@ CHANNEL_MUTANTS = [
         "tests/unit/test_turns.py -k left_readers_word",
     ),
     Mutant(
+        "a dead writer's last item hides a reader whose device is still at the one before",
+        "ipcsync/turns.py",
+        "            if void and words[r.released + b] < item and words[r.done + b] < before:",
+        "            if False:",
+        "tests/unit/test_turns.py -k dead_writers_last_item",
+    ),
+    Mutant(
+        "who waits for room does not see that a reader stopped",
+        "ipcsync/turns.py",
+        "            if words[r.until] != FOREVER:\n                return None",
+        "            pass",
+        "tests/unit/test_turns.py -k whatever_frees",
+    ),
+    Mutant(
+        "who waits for room does not see that a slot was put back",
+        "ipcsync/turns.py",
+        "        self._full = None\n        self.order.insert(0, b)",
+        "        self.order.insert(0, b)",
+        "tests/unit/test_turns.py -k put_back_is_had_again",
+    ),
+    Mutant(
         "a latest reader does not look whether its item was dropped",
         "ipcsync/turns.py",
         "        if words[Head.DROPPED] >= number:",
