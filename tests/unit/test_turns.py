@@ -491,10 +491,14 @@ def test_whatever_frees_a_buffer_is_seen_after_a_look_at_a_full_ring(
 
 
 def test_a_slot_that_is_put_back_is_had_again_after_a_look_at_a_full_ring(control: tuple[ring.Control, Ledger]) -> None:
-    choice = Choice(control[0])
-    mine = [choice.pick(), choice.pick()]
+    ctl, ledger = control
+    choice = Choice(ctl)
+    turn = Turn(ctl, 0, ring.join(ctl, ledger, 0, block=0))
+    write(ctl, ledger, choice)
+    take(turn, 1)
+    mine = choice.pick()
+    assert mine is not None
     assert choice.pick() is None
     assert choice.pick() is None
-    assert mine[0] is not None
-    choice.put_back(mine[0][0])
-    assert choice.pick() == mine[0]
+    choice.put_back(mine[0])
+    assert choice.pick() == mine
