@@ -283,10 +283,18 @@ def _group(control: Control, number: int) -> tuple[int, bool]:
 
 
 def leave(control: Control, cell: int) -> None:
-    """The reader is done with everything, on the device too: the cell is free."""
-    at = control.reader(cell)
-    control.words[at + Reader.STATE] = Reader.FREE
-    _abandon(control, int(control.words[at + Reader.GROUP]) - 1)
+    """The reader is done with everything, on the device too: the cell is free. What a member of a group had taken and
+    its user never got (a ``get()`` that was interrupted or timed out) is given to another, as a dead one's is."""
+    words, at = control.words, control.reader(cell)
+    group = int(words[at + Reader.GROUP]) - 1
+    if group >= 0 and words[Head.REDELIVER] and control.holding(cell):
+        words[at + Reader.STATE], words[at + Reader.GONE] = Reader.RETIRED, 1
+        for b in range(control.depth):
+            words[at + control.done + b] = FOREVER
+            control.wake(at + control.done + b)
+    else:
+        words[at + Reader.STATE] = Reader.FREE
+    _abandon(control, group)
     _changed(control)
 
 

@@ -12,7 +12,7 @@ import ipcsync
 from ipcsync import Session
 from ipcsync.errors import EndOfStream, InvalidState, WaitTimeout
 
-from ..harness import TIMEOUT, Child, Peer
+from ..harness import TIMEOUT, Child, Gate, Peer, wait_until
 from .cases import Case, case  # noqa: F401
 from .items import SHAPE
 
@@ -130,6 +130,54 @@ def test_it_can_be_selected_and_says_so_at_once(case: Case, session: Session) ->
         assert session.select([one], timeout=None) == [one]
         with pytest.raises(EndOfStream):
             one.get(timeout=0)
+
+
+@pytest.mark.parametrize("how", ["close", "collected"])
+def test_what_a_member_took_and_never_got_goes_to_another(session: Session, how: str) -> None:
+    """Its ``get()`` timed out behind the writer's stream: its user has not seen the item."""
+    channel = session.create_channel("frames", shape=SHAPE, dtype="int32", depth=4, device="cpu")
+    stream, gate = ipcsync.Stream("cpu"), Gate()
+    with channel.writer() as writer, channel.reader(group="g") as two:
+        one = channel.reader(group="g")
+        stream.enqueue(gate.hold)
+        with writer.slot(stream):
+            pass
+        with writer.slot(stream):
+            pass
+        with pytest.raises(WaitTimeout):
+            one.get(timeout=0.05)
+        if how == "close":
+            one.close()
+        else:
+            with pytest.warns(ResourceWarning):
+                del one
+        wait_until(lambda: channel.readers == 1, "its end")
+        gate.open()
+        assert [two.get().number for _ in range(2)] == [1, 2]
+        assert channel.reader(group="g").close() is None  # its place can be had again
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_it_holds_nobody_up_where_nobody_else_is(session: Session, last: bool) -> None:
+    channel = session.create_channel(
+        "frames", shape=SHAPE, dtype="int32", depth=2, device="cpu", redeliver=last, max_readers=2
+    )
+    stream, gate = ipcsync.Stream("cpu"), Gate()
+    with channel.writer() as writer:
+        one = channel.reader(group="g")
+        stream.enqueue(gate.hold)
+        with writer.slot(stream):
+            pass
+        with pytest.raises(WaitTimeout):
+            one.get(timeout=0.05)
+        one.close()
+        gate.open()
+        for _ in range(5):
+            with writer.slot():
+                pass
+        readers = [channel.reader(group="g") for _ in range(2)]
+        for reader in readers:
+            reader.close()
 
 
 def test_where_nothing_is_given_again_the_end_is_the_end(case: Case, session: Session) -> None:
