@@ -139,7 +139,7 @@ class Streams:
 
     def as_current(self, raw: int, device: int) -> AsCurrent:
         """CuPy's current stream for the block, its device current too."""
-        return AsCurrent(self._devices.using(device), self._external(raw, device))
+        return AsCurrent(self._devices.using(device), self._external(raw, device), raw)
 
     def _external(self, raw: int, device: int) -> Any:
         pointer = int(raw)  # and not what keeps the stream alive
@@ -169,18 +169,32 @@ class _Pointer:
         return 0, self._raw
 
 
+class _Entered(threading.local):
+    """What was made current in a thread, where CuPy keeps no more than the pointer. A block that is never left, of a
+    slot that was dropped in its turn, must not leave a stream current that was destroyed."""
+
+    def __init__(self) -> None:
+        self.raws: list[int] = []
+
+
+_entered = _Entered()
+
+
 class AsCurrent:
     """A stream and its device, current for a block."""
 
-    __slots__ = ("_stream", "_using")
+    __slots__ = ("_raw", "_stream", "_using")
 
-    def __init__(self, using: Using, stream: Any) -> None:
-        self._using, self._stream = using, stream
+    def __init__(self, using: Using, stream: Any, raw: int) -> None:
+        self._using, self._stream, self._raw = using, stream, raw
 
     def __enter__(self) -> None:
         self._using.__enter__()
         self._stream.__enter__()
+        _entered.raws.append(self._raw)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._stream.__exit__(kind, error, tb)
         self._using.__exit__(kind, error, tb)
+        if self._raw in _entered.raws:  # not if another thread entered it
+            _entered.raws.remove(self._raw)

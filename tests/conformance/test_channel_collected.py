@@ -17,7 +17,7 @@ import pytest
 import ipcsync
 from ipcsync import Session
 from ipcsync.channel import Channel
-from ipcsync.errors import DeviceUnavailable, EndOfStream, RecorderBusy, WaitTimeout
+from ipcsync.errors import DeviceUnavailable, EndOfStream, PeerFailed, RecorderBusy, WaitTimeout
 
 from ..harness import TIMEOUT, Broker, Child, Peer, wait_until
 from .cases import Case, case  # noqa: F401
@@ -318,6 +318,38 @@ def test_it_ends_with_its_session_where_nobody_wrote_on(session: Session, spawn:
             reader.get()
 
 
+def fails(peer: Peer, *, collected: bool) -> None:
+    with pytest.raises(ZeroDivisionError), ipcsync.connect(name="fails") as session:
+        channel = session.open_channel("frames")
+        if collected:
+            with pytest.warns(ResourceWarning):
+                writes(channel, 2)
+        else:
+            writer = channel.writer()
+            put(writer, 2)
+        1 // 0
+
+
+def fails_collected(peer: Peer) -> None:
+    fails(peer, collected=True)
+
+
+def fails_kept(peer: Peer) -> None:
+    fails(peer, collected=False)
+
+
+@pytest.mark.parametrize("how", [fails_collected, fails_kept])
+def test_a_session_that_an_exception_ends_ends_no_stream_well(
+    session: Session, spawn: Spawn, how: Callable[[Peer], None]
+) -> None:
+    channel = session.create_channel("frames", shape=SHAPE, dtype="int32", depth=8, device="cpu")
+    with channel.reader() as reader:
+        spawn(how).join()
+        assert [reader.get().number for _ in range(2)] == [1, 2]
+        with pytest.raises(PeerFailed):
+            reader.get()
+
+
 def test_it_does_not_end_what_another_wrote_on(session: Session, spawn: Spawn) -> None:
     channel = session.create_channel("frames", shape=SHAPE, dtype="int32", depth=8, device="cpu")
     with channel.reader() as reader:
@@ -345,15 +377,22 @@ def test_the_next_writer_does_not_meet_what_it_still_writes(case: Case, session:
     channel = make(session, case)
     stream = case.stream()
 
-    def forgets() -> Any:
+    gates: list[Any] = []
+
+    def forgets() -> None:
         slot = channel.writer().slot(stream).__enter__()
-        gate = case.hold(stream)
+        gates.append(case.hold(stream))
         case.fill(stream, slot.array, -1)
-        return gate
+
+    def in_a_thread() -> None:  # in which the stream stays current for good
+        thread = threading.Thread(target=forgets)
+        thread.start()
+        thread.join(TIMEOUT)
 
     with channel.reader() as reader:
         with pytest.warns(ResourceWarning):
-            gate = forgets()
+            in_a_thread()
+        (gate,) = gates
         with pytest.raises(RecorderBusy):
             channel.writer()
         gate.open()
