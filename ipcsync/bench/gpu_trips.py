@@ -20,7 +20,7 @@ from ipcsync.shm import Region
 from .contest import Contestant
 
 BARE, WITH_KERNELS = 0, 1  # the cases
-SPIN_US = 20  # the producer's kernel, long enough for the consumer to be waiting when it ends
+SPIN_US = 200  # the producer's kernel, long enough for the consumer to be waiting when it ends (20 was not, seen)
 STAMPS = 4096  # kept of each kind
 
 _KERNEL = r"""extern "C" __global__ void stamp(long long ns, unsigned long long* began, unsigned long long* ended) {
