@@ -239,7 +239,7 @@ class Channel:
     def _end_abandoned(self, deadline: Deadline) -> None:
         """Ends the stream of a writer that was collected, as it is ended of one that was kept till now; unless
         somebody else wrote on."""
-        from .channel_place import at_exit
+        from .channel_place import unsaid
 
         words, ledger, event = self.control.words, self.session.ledger.words, self.session.ledger.cell
         if self.abandoned is None or words[Head.END_AT]:
@@ -248,7 +248,7 @@ class Channel:
         if self.abandoned == (words[Head.EPOCH], ledger[at + Cell.ISSUED]) and ledger[at + Cell.VERDICT] == FOREVER:
             try:
                 self.session.request("join_writer", JoinWriter(self.incarnation), WriterReply, deadline)
-                request = LeaveWriter(self.incarnation, at_exit())
+                request = LeaveWriter(self.incarnation, unsaid(self.session))
                 self.session.request("leave_writer", request, Empty, deadline)
             except IpcSyncError:
                 pass  # it is another's now, or there is no broker to say it to

@@ -31,6 +31,7 @@ from .wire import Empty, LeaveReader, LeaveWriter, ReaderReply, WriterReply
 if TYPE_CHECKING:
     from .backends.base import RawStream
     from .channel import Channel, Views
+    from .session import Session
     from .slot import ReadSlot
 
 
@@ -206,8 +207,7 @@ class WriterPlace(Place):
             self.left[b] = self.backend.stream_key(raw), event
 
     def shutdown(self, deadline: Deadline) -> None:
-        """At the end of a program that an exception ends, that is no good end of the stream."""
-        self.leave(at_exit(), deadline)
+        self.leave(unsaid(self.session), deadline)
 
     def abandon(self, deadline: Deadline) -> None:
         """Whether the stream has ended nobody said, so it has not: another may write on. If nobody does, it ends with
@@ -259,7 +259,8 @@ class WriterPlace(Place):
             time.sleep(200e-6)
 
 
-def at_exit() -> Literal["closed", "failed"]:
-    """How a stream ends whose writer said nothing: an exception that ends the program is no good end."""
-    raised = hasattr(sys, "last_value") and not hasattr(sys, "ps1")
+def unsaid(session: Session) -> Literal["closed", "failed"]:
+    """How a stream ends with its session whose writer said nothing: an exception that ends the session's block, or the
+    program, is no good end."""
+    raised = session._failed or (hasattr(sys, "last_value") and not hasattr(sys, "ps1"))
     return "failed" if raised else "closed"

@@ -276,6 +276,7 @@ class Session(SessionCore):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._failed = kind is not None
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -71,6 +71,7 @@ class SessionCore:
         self._lock = threading.Lock()
         self._memories = 0
         self._closed = False
+        self._failed = False  # it was left by an exception: what it leaves unsaid is no good end
         self._closer = 0  # the thread that closes: it alone may still wait
         self._life: LifeFile | None = None
         self.link = Link(directory, self._hello, self._greeted, self._lost, line)
