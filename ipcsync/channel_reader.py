@@ -203,12 +203,9 @@ class Reader:
         return found if self._turn.ready(issued, bad) else None
 
     def _await(self, deadline: Deadline) -> tuple[int, int]:
-        """What :meth:`_look` finds, once the next item was issued and may be taken."""
+        """What :meth:`_look`, which has just found nothing, finds once the next item was issued and may be taken."""
         epochs = self._epochs
         while True:
-            found = self._look()
-            if found is not None:
-                return found
             number, bad = self._turn.next, epochs.bad
             if number >= bad:
                 self._next_writer(deadline)
@@ -231,6 +228,9 @@ class Reader:
                     )
                 except _Changed:
                     pass
+            found = self._look()
+            if found is not None:
+                return found
 
     def _between(self) -> None:
         number, epochs = self._turn.next, self._epochs
