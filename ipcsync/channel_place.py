@@ -47,8 +47,8 @@ class Place:
 
     def watch(self, views: Views) -> None:
         """The front uses these arrays: once nobody can any more, the place is left."""
-        soon, abandoned = self.session.link.soon, self._abandoned
-        self._anchor = weakref.ref(views.anchor, lambda _: soon(abandoned))
+        soon, abandoned, ending = self.session.link.soon, self._abandoned, sys.is_finalizing
+        self._anchor = weakref.ref(views.anchor, lambda _: None if ending() else soon(abandoned))
 
     def _abandoned(self) -> None:
         """The I/O thread, which must not wait for anything."""
@@ -78,7 +78,7 @@ class Place:
 
 def warn_of_unclosed(front: Any, place: Place | None, fix: str) -> None:
     """For a front's ``__del__``; `place` is None where its constructor did not get that far."""
-    if place is not None and not place.closed and place.session._refusal is None and not sys.is_finalizing():
+    if place is not None and not place.closed and place.session._refusal is None:
         warnings.warn(f"unclosed {front!r}: {fix}", ResourceWarning, stacklevel=2, source=front)
 
 

@@ -6,8 +6,9 @@ condemned meanwhile. What was never confirmed is looked at again at the next tur
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -54,9 +55,10 @@ class Reader:
         self._place.watch(views)
         self._views = views
 
-    def __del__(self) -> None:
-        fix = "leave it by `with channel.reader() as reader:`, or close()"
-        warn_of_unclosed(self, self.__dict__.get("_place"), fix)
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending():  # or a module's names may be gone
+            fix = "leave it by `with channel.reader() as reader:`, or close()"
+            warn_of_unclosed(self, self.__dict__.get("_place"), fix)
 
     def __repr__(self) -> str:
         return f"<ipcsync.Reader of {self.channel.name!r}, next item {self._turn.next}>"

@@ -6,6 +6,7 @@ An item exists once its round is issued. Until then nothing of it can be seen: a
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -47,12 +48,10 @@ class Writer:
         place.watch(self._views)
         self._place = place
 
-    def __del__(self) -> None:
-        warn_of_unclosed(
-            self,
-            self.__dict__.get("_place"),
-            "leave it by `with channel.writer() as writer:`, close() to end the stream, or detach() to leave it open",
-        )
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending():  # or a module's names may be gone
+            fix = "leave it by `with channel.writer() as writer:`, close() (the stream ends) or detach() (it goes on)"
+            warn_of_unclosed(self, self.__dict__.get("_place"), fix)
 
     def __repr__(self) -> str:
         return f"<ipcsync.Writer of {self.channel.name!r}, epoch {self.epoch}>"
