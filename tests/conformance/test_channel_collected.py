@@ -8,8 +8,10 @@ import subprocess
 import sys
 import textwrap
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -198,6 +200,59 @@ def test_many_are_dropped_at_once(session: Session) -> None:
         wait_until(lambda: channel.readers == 0, "their end")
         with channel.reader():
             assert channel.readers == 1
+
+
+def test_nothing_is_written_over_however_readers_are_dropped(session: Session) -> None:
+    """Threads take items on streams and without, drop the reader, and look at what they have kept of its arrays, while
+    a writer writes as fast as it can."""
+    channel = session.create_channel("frames", shape=(64,), dtype="int64", depth=8, device="cpu", max_readers=64)
+    wrong: list[tuple[int, int]] = []
+    over = threading.Event()
+
+    def write() -> None:
+        with channel.writer() as writer:
+            while not over.is_set():
+                put(writer)
+
+    def take(random: Random) -> list[tuple[Any, int]]:
+        reader = channel.reader(policy=random.choice(["block", "latest"]), start=random.choice(["next", "oldest"]))
+        for _ in range(random.randrange(4)):
+            stream = random.choice([None, ipcsync.Stream("cpu")])
+            slot = reader.get(stream, timeout=TIMEOUT)
+            if stream is not None:
+                stream.synchronize()
+            if random.random() < 0.3:  # one at most: else all buffers could be somebody's who waits for more
+                return [(slot.array[2:], slot.number)]
+            if not (slot.array == slot.number).all():
+                wrong.append((slot.number, int(slot.array[0])))
+            slot.release()
+        if random.random() < 0.3:
+            reader.close()
+        return []
+
+    def read(seed: int) -> None:
+        random = Random(seed)
+        for _ in range(60):
+            for array, number in take(random):
+                threading.Event().wait(random.random() * 0.002)  # time for the writer to come round
+                if not (array == number).all():
+                    wrong.append((number, int(array[0])))
+            array = None
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+        writing = threading.Thread(target=write)
+        for thread in (writing, *threads):
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT)
+        settled(session)
+    over.set()
+    writing.join(TIMEOUT)
+    assert not any(thread.is_alive() for thread in (writing, *threads))
+    assert not wrong
+    wait_until(lambda: channel.readers == 0, "their end")
 
 
 def test_a_member_that_was_dropped_leaves_the_rest_to_the_others(case: Case, session: Session) -> None:
