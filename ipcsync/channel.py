@@ -221,6 +221,8 @@ class Channel:
                 place.shutdown(deadline)
             except IpcSyncError as error:
                 failure = failure or error
+        for place in users:
+            place.settle(deadline)
         self._end_abandoned(deadline)
 
         def quiet() -> bool:

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from .slot import ReadSlot
 
 
+_SETTLE = 2.0  # seconds
+
+
 class Place:
     """A writer's or reader's. ``closed`` once it was left, in whatever way."""
 
@@ -44,6 +47,7 @@ class Place:
         self.threaded = self.backend.is_thread(None)  # where no stream is the calling thread
         self.closed = False
         self._anchor: weakref.ref[Any] | None = None
+        self._thread: threading.Thread | None = None
 
     def watch(self, views: Views) -> None:
         """The front uses these arrays: once nobody can any more, the place is left."""
@@ -54,9 +58,16 @@ class Place:
         """The I/O thread, which must not wait for anything."""
         if not self.closed:
             try:
-                threading.Thread(target=self._let_go, name="ipcsync-let-go", daemon=True).start()
+                thread = threading.Thread(target=self._let_go, name="ipcsync-let-go", daemon=True)
+                thread.start()
+                self._thread = thread
             except RuntimeError:
                 pass  # the interpreter is ending, and with it the session
+
+    def settle(self, deadline: Deadline) -> None:
+        """For the channel's end: what a thread has begun to let go, it has let go or given up."""
+        if self._thread is not None:
+            self._thread.join(deadline.left(_SETTLE))
 
     def _let_go(self) -> None:
         try:
@@ -212,9 +223,8 @@ class WriterPlace(Place):
     def abandon(self, deadline: Deadline) -> None:
         """Whether the stream has ended nobody said, so it has not: another may write on. If nobody does, it ends with
         the channel, as it does with a writer that was kept."""
-        last = (self.epoch, self.timeline.issued)  # while we have the pen
-        if self.leave("", deadline):
-            self.channel.abandoned = last
+        self.channel.abandoned = (self.epoch, self.timeline.issued)  # while we have the pen
+        self.leave("", deadline)
 
     def quiet(self) -> bool:
         timeline = self.timeline

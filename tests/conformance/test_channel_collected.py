@@ -19,7 +19,9 @@ import pytest
 import ipcsync
 from ipcsync import Session
 from ipcsync.channel import Channel
+from ipcsync.channel_place import WriterPlace
 from ipcsync.errors import DeviceUnavailable, EndOfStream, PeerFailed, RecorderBusy, WaitTimeout
+from ipcsync.waiting import Deadline
 
 from ..harness import TIMEOUT, Broker, Child, Peer, wait_until
 from .cases import Case, case  # noqa: F401
@@ -405,6 +407,32 @@ def test_a_session_that_an_exception_ends_ends_no_stream_well(
         spawn(how).join()
         assert [reader.get().number for _ in range(2)] == [1, 2]
         with pytest.raises(PeerFailed):
+            reader.get()
+
+
+def test_a_session_that_is_closed_while_it_lets_go_ends_the_stream(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel = session.create_channel("frames", shape=SHAPE, dtype="int32", depth=8, device="cpu")
+    entered, leave = threading.Event(), WriterPlace.leave
+
+    def meet(self: WriterPlace, end: Any, deadline: Deadline) -> bool:
+        entered.set()
+        if end:
+            wait_until(lambda: self.closed, "the other thread's leaving")
+        else:
+            wait_until(lambda: self.session.closed, "the close")
+        return leave(self, end, deadline)
+
+    monkeypatch.setattr(WriterPlace, "leave", meet)
+    other = ipcsync.connect(name="other")
+    with channel.reader() as reader:
+        with pytest.warns(ResourceWarning):
+            writes(other.open_channel("frames"), 2)
+        assert entered.wait(TIMEOUT)
+        other.close()
+        assert [reader.get().number for _ in range(2)] == [1, 2]
+        with pytest.raises(EndOfStream):
             reader.get()
 
 

@@ -96,3 +96,5 @@ def test_a_wait_that_ended_is_told_no_more(session: Session, spawn: Callable[...
     assert why("reader")["links"] == []
     reader.send()
     reader.join()
+    for writer in writers:
+        writer.close()
