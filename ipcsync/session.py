@@ -290,10 +290,14 @@ class Session(SessionCore):
 
 def _after_fork() -> None:
     for session in list(_sessions):
+        things = list(session._adopted.values())
         session._refusal = errors.ForkedProcess(
             "this session was opened before a fork: CUDA and ZeroMQ do not survive one. Start children with the spawn "
             'method (multiprocessing.get_context("spawn")) and connect() in them'
         )
+        # A block that the child leaves as well releases its slot, closes its reader: those are the parent's.
+        for thing in (session.ledger, *(thing.control for thing in things if hasattr(thing, "control"))):
+            thing.region.part()
 
 
 def _but_for_the_exit(hook: Callable[[threading.ExceptHookArgs], object]) -> Callable[[threading.ExceptHookArgs], None]:

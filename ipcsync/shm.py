@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from . import guests
@@ -30,6 +31,12 @@ def reserve(fd: int, nbytes: int, path: Path) -> None:
                 path=str(path),
             ) from None
         raise
+
+
+_FIXED = 0x10  # MAP_FIXED, of linux/mman.h
+_map = ctypes.CDLL(None, use_errno=True).mmap
+_map.restype = ctypes.c_void_p
+_map.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 
 
 def _no_bell(_: int) -> None:
@@ -93,6 +100,16 @@ class Region:
             return os.stat(self.path, follow_symlinks=False).st_ino != self.inode
         except FileNotFoundError:
             return False
+
+    def part(self) -> None:
+        """In a forked child: what it stores here from now on stays its own, and is not said in its parent's name."""
+        with suppress(OSError, ValueError):  # the file is gone, and with it whom it was for; or this is closed
+            fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                if self.words and os.fstat(fd).st_ino == self.inode:
+                    _map(self.address, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _FIXED, fd, 0)
+            finally:
+                os.close(fd)
 
     def close(self) -> None:
         """Unmaps. Arrays over it that still live keep the mapping until they are collected."""
