@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from ipcsync import endpoints, linux, runtime
 from ipcsync_workers import keeper
 
 from ..harness import TIMEOUT, Broker, files_of, processes_of, wait_until
-from .pipelines import PATIENCE, Run, channel, report, stage, starts
+from .pipelines import HEAD, PATIENCE, Run, channel, report, stage, starts
 
 pytestmark = pytest.mark.watchdog(300)
 STAGES = """
@@ -131,6 +133,33 @@ def test_a_broker_that_dies_while_the_stages_end(run: Callable[..., Run], tmp_pa
     assert int(made.saw(r"one.* \| made (\d+)")[1]) == int(made.saw(r"three.* \| seen (\d+)")[1])
 
 
+AT_THE_END = """
+import os, signal, sys
+from ipcsync import runtime
+from ipcsync_workers import cli, keeper
+
+close = keeper.Keeper.close
+
+def close_and_kill(kept):
+    close(kept)
+    os.kill(runtime.broker_pid(kept.directory), signal.SIGKILL)
+
+keeper.Keeper.close = close_and_kill
+sys.exit(cli.run_file(cli.Path(sys.argv[1])))
+"""
+
+
+def test_a_broker_that_dies_when_the_run_is_over_leaves_nothing(tmp_path: Path, runtime: Path) -> None:
+    (tmp_path / "go").touch()
+    (tmp_path / "stages.py").write_text(STAGES)
+    (tmp_path / "pipeline.toml").write_text(HEAD + line(tmp_path))
+    command = [sys.executable, "-c", AT_THE_END, str(tmp_path / "pipeline.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert files_of(runtime, ()) == []
+    assert processes_of(runtime) == []
+
+
 def test_somebody_elses_broker_is_theirs(run: Callable[..., Run], tmp_path: Path, broker: Broker) -> None:
     made = run(line(tmp_path))
     made.saw(r"three.* \| under way")
@@ -143,6 +172,16 @@ def test_somebody_elses_broker_is_theirs(run: Callable[..., Run], tmp_path: Path
 
 
 # -- the keeper
+
+
+def test_one_that_died_before_anybody_looked_is_started_again(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Path] = []
+    monkeypatch.setattr(endpoints, "start_broker_in", started.append)
+    broker.kill()
+    kept = keeper.Keeper(broker.runtime, lambda text: None)
+    wait_until(lambda: started, "the start")
+    kept.close()
+    broker.start()
 
 
 def test_a_broker_whose_threads_are_still_dying_is_nobody_elses(

@@ -42,7 +42,7 @@ class Keeper:
 
     def _found(self) -> None:
         pid = runtime.broker_pid(self.directory)
-        if pid:  # else it is dead already, and the one before it as well
+        if pid:  # else it is dead already
             self._pid, self._start, self._since = pid, linux.start_time(pid), time.monotonic()
 
     def _dead(self) -> bool:
@@ -59,7 +59,7 @@ class Keeper:
 
     def _keep(self) -> None:
         tried = 0
-        while self._pid and not self._over.wait(_LOOK):
+        while not self._over.wait(_LOOK):
             if not self._dead():
                 continue
             if self._taken():

@@ -349,12 +349,15 @@ class Supervisor:
                 stage.process = None
 
     def _wait_for_broker(self) -> None:
-        """The broker that we started leaves with its last session; we leave after it."""
+        """The broker that we started leaves with its last session; we leave after it. Should it die instead, another
+        one finds what it had made, and leaves with that."""
         give_up = time.monotonic() + _BROKER_LEAVES
         while time.monotonic() < give_up:
             try:
                 if runtime.broker_pid(self.directory) is None:
-                    return
+                    if not (self.directory / runtime.LEDGER).exists():
+                        return
+                    ipcsync.connect(self.directory, name="supervisor", start_broker=True).close()
             except (OSError, IpcSyncError):
                 return
             time.sleep(0.01)
