@@ -383,6 +383,10 @@ class Facts(Protocol):
         """Its current cell was given to it, and (a channel) its readers know of the current epoch."""
         ...
 
+    def held(self, thing: Thing) -> bool:
+        """The memory that the broker is to have for it is there."""
+        ...
+
     def readers(self, thing: Thing) -> set[int]:
         """Reader cells of its control file that are not free."""
         ...

@@ -326,7 +326,8 @@ def settle(state: State, thing: Thing) -> None:
     """Frees what nobody has open and nobody can open."""
     if thing.attached or thing.incarnation not in state.things:
         return
-    if thing.named and thing.lifetime == "session" and thing.creator_ended:
+    over = thing.lifetime == "session" and thing.creator_ended
+    if over or not state.facts.held(thing):  # what a dead broker had made went with those who had it mapped
         unname(state, thing)
     if thing.named:
         return

@@ -95,6 +95,9 @@ class Resources:
             return True
         return bool(self.controls[thing.incarnation].words[ring.Head.EPOCH] == thing.epoch)
 
+    def held(self, thing: Thing) -> bool:
+        return not thing.nbytes or thing.incarnation in self.memory
+
     def readers(self, thing: Thing) -> set[int]:
         control = self.controls[thing.incarnation]
         state = ring.Reader.STATE

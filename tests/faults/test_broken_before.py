@@ -15,7 +15,7 @@ import ipcsync
 from ipcsync import cli
 from ipcsync.ledger import Header
 
-from ..harness import TIMEOUT, Broker
+from ..harness import TIMEOUT, Broker, wait_until
 
 WHOLE_RUN = 4 * TIMEOUT  # a pipeline is a handful of processes that import much
 IPCSYNC = [sys.executable, "-c", "from ipcsync.cli import main; main()"]
@@ -79,6 +79,41 @@ def test_a_broker_starts_over_the_damaged_remains_of_another(runtime, spawn, dam
     assert second.stop() == 0
     assert "Traceback" not in second.log()
     assert "of no use" in second.log() or "is lost" in second.log()
+
+
+def _channel_for_all(peer):
+    with ipcsync.connect() as session:
+        session.create_channel("channel", shape=(4,), dtype="uint8", device="cpu", lifetime="broker")
+        peer.send()
+        peer.recv()
+
+
+@pytest.mark.parametrize("end", ["dies with the broker", "leaves later"])
+def test_the_name_of_a_channel_whose_memory_nobody_has_any_more_is_free(runtime, spawn, end):
+    broker = Broker(runtime)
+    child = spawn(_channel_for_all)
+    child.recv()
+    broker.kill()
+    for path in runtime.glob("mem-*"):
+        path.unlink()
+    if end == "dies with the broker":
+        child.kill()
+    broker.start()
+    with ipcsync.connect() as session:
+        if end == "leaves later":
+            child.send()
+            child.join()
+
+        def made():
+            try:
+                return session.create_channel("channel", shape=(4,), dtype="uint8", device="cpu", lifetime="broker")
+            except ipcsync.errors.NameInUse:
+                return None
+
+        with wait_until(made, "the end of the channel").writer() as writer, writer.slot() as slot:
+            slot.array[...] = 1
+        session.unlink("channel")
+    assert broker.stop() == 0
 
 
 # -- pictures

@@ -132,6 +132,9 @@ class World:
     def opened(self, thing: Thing) -> bool:
         return thing.cell in self.cells and self.cells[thing.cell].incarnation == thing.incarnation
 
+    def held(self, thing: Thing) -> bool:
+        return True
+
     def readers(self, thing: Thing) -> set[int]:
         return {cell for incarnation, cell in self.places if incarnation == thing.incarnation}
 
