@@ -190,7 +190,7 @@ class Writer:
                 if slot._extents:
                     sizes |= self._store_extents(slot, at)
                 words[at + Buffer.SIZES] = sizes
-                words[at + Buffer.PUBLISHED] = time.monotonic_ns()
+                words[at + Buffer.PUBLISHED] = published = time.monotonic_ns()
                 publish(self._control, b, number, self.epoch)
                 if failpoints.ARMED:
                     failpoints.hit("slot.publish")
@@ -206,7 +206,7 @@ class Writer:
             self._choice.keep(b, number)
         recorder = trace.ACTIVE
         if recorder is not None:
-            recorder.published(self.channel.name, number)
+            recorder.published(self.channel.name, number, published)
             recorder.released(slot, self.channel.name, "out", number)
 
     def _put_back(self, slot: WriteSlot) -> None:

@@ -10,14 +10,14 @@ call                   when
 ``create``             create_channel: the file appears complete, epoch 1 on the channel's first event cell
 ``free_reader``        join_reader: a reader cell that nobody has, or None (``QuotaExceeded`` of ``max_readers``)
 ``join``               join_reader: gives the cell; returns the first item the reader must account for
-``leave``              leave_reader: the reader has released everything and its device work on it is done
+``leave``              leave_reader: the reader has released everything and its device work on it is done; or, after
+                       ``drop``, its process is gone: the cell may be given to another
 ``retire``             the reader's lease ran out (it is stopped): it gets nothing more, what it holds stays held
 ``drop``               the reader is dying: its words are released by force; again at each tick until it is gone
-``forget``             it is gone: the cell may be given to another
 ``highest_item``       join_writer after a condemned epoch: the new base is at least this and the old cell's INTENT
 ``new_epoch``          join_writer after a condemned epoch: readers that wait go on at base + 1, with the new cell
 ``end``                leave_writer(end="closed" | "failed"): no items after the last issued one, for good
-``create_array`` ...   the same for shared arrays: ``join_array``, and leave, drop, forget, free_reader as above
+``create_array`` ...   the same for shared arrays: ``join_array``, and leave, drop, free_reader as above
 =====================  ==============================================================================================
 """
 
@@ -283,8 +283,9 @@ def _group(control: Control, number: int) -> tuple[int, bool]:
 
 
 def leave(control: Control, cell: int) -> None:
-    """The reader is done with everything, on the device too: the cell is free. What a member of a group had taken and
-    its user never got (a ``get()`` that was interrupted or timed out) is given to another, as a dead one's is."""
+    """The reader is done with everything, on the device too, or was dropped and its process is gone: the cell is free.
+    But what a member of a group held when it died, or had taken and its user never got (a ``get()`` that was
+    interrupted or timed out), is given to another first."""
     words, at = control.words, control.reader(cell)
     group = int(words[at + Reader.GROUP]) - 1
     if group >= 0 and words[Head.REDELIVER] and control.holding(cell):
@@ -343,15 +344,6 @@ def drop(control: Control, cell: int) -> None:
     _abandon(control, group)
     if first:
         _changed(control)
-
-
-def forget(control: Control, cell: int) -> None:
-    """The process of a dropped reader is gone: nothing of it writes these words any more. The cell is free, or will be
-    once what it held was taken over."""
-    if control.depth and control.holding(cell):
-        control.words[control.reader(cell) + Reader.GONE] = 1
-    else:
-        leave(control, cell)
 
 
 def _changed(control: Control) -> None:

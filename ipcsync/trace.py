@@ -84,9 +84,9 @@ class Recorder:
             self._add(self._event("b", "slot", channel, start, id=key, args=args))
             self._add(self._event("e", "slot", channel, time.monotonic_ns(), id=key))
 
-    def published(self, channel: str, item: int) -> None:
-        """An arrow begins in the slot that is open on this thread now."""
-        self._add(self._event("s", "hop", channel, time.monotonic_ns(), id=f"{channel}#{item}"))
+    def published(self, channel: str, item: int, at: int) -> None:
+        """An arrow begins in the slot that is open on this thread now, at `at`: by now the item may be somewhere."""
+        self._add(self._event("s", "hop", channel, at, id=f"{channel}#{item}"))
 
     def taken(self, slot: object, channel: str, item: int, published: int) -> None:
         """The item has hopped: it was published at `published` and is held in `slot` by this thread from now on."""

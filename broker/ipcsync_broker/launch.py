@@ -55,8 +55,8 @@ def serve(
     lock = runtime.Lock(where)
     lock.acquire()
     try:
+        guests.admit(where, allow_uids - {os.getuid()})  # who is let in no more adds nothing to what is looked at
         runtime.check_contents(where, uids)
-        guests.admit(where, allow_uids - {os.getuid()})
         opened = takeover.open_page(where, quotas or Quotas())
         boot = new_token()
         opened.ledger.set_boot(boot)

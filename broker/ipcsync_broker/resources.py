@@ -344,7 +344,7 @@ class Resources:
         else:
             ring.drop(control, cell)
             if how == "gone":
-                ring.forget(control, cell)
+                ring.leave(control, cell)
 
     # -- files of the dead
 

@@ -116,7 +116,7 @@ CHANNEL_MUTANTS = [
     Mutant(
         "the cell of a dead member is given away with what it held",
         "ipcsync/ring.py",
-        "    if control.depth and control.holding(cell):",
+        "    if group >= 0 and words[Head.REDELIVER] and control.holding(cell):",
         "    if False:",
         "tests/unit/test_groups.py -k dead_member_held",
     ),

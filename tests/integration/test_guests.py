@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import pkgutil
+import shutil
 import signal
 import stat
 import subprocess
@@ -34,8 +36,8 @@ pytestmark = [
 #: What is needed only in the course of things, from where another uid may not be able to read it.
 _MODULES = (
     "encodings.idna", "fnmatch", "msgspec.json", "numpy", "platformdirs", "tomllib", "zmq.utils.monitor",
-    "ipcsync.announcements", "ipcsync.ask", "ipcsync.backends.host", "ipcsync.channel_reader", "ipcsync.channel_writer",
-    "ipcsync.shared_event", "ipcsync.sharing", "ipcsync_broker.launch", "tests.integration.raw_client",
+    "ipcsync.backends.host", "ipcsync_broker.launch", "tests.integration.raw_client",
+    *(module.name for module in pkgutil.iter_modules(ipcsync.__path__, "ipcsync.") if module.name != "ipcsync.torch"),
 )  # fmt: skip
 
 
@@ -266,6 +268,28 @@ def test_nobody_is_let_in_by_a_broker_that_is_not_told_to(broker: Child, place: 
     with pytest.raises(errors.PermissionDenied, match=f"belongs to uid {GUEST}"):
         spawn(serve, ()).recv()
     (place / "life-planted").unlink()
+
+
+def use_layer_1(peer: Peer, uid: int) -> None:
+    become(uid)
+    ipcsync.Event("cpu", interprocess=True).ipc_handle()
+
+
+def test_who_is_let_in_no_more_is_shut_out_though_what_it_left_is_in_the_way(
+    broker: Child, place: Path, spawn: Spawn
+) -> None:
+    spawn(use_layer_1, GUEST).join()
+    assert stop(broker) == []
+    (theirs,) = place.iterdir()
+    assert theirs.stat().st_uid == GUEST
+    with pytest.raises(errors.PermissionDenied, match="see what it is, and remove it"):
+        spawn(serve, ()).recv()
+    assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    assert guests.listed(place) == frozenset()
+    shutil.rmtree(theirs)
+    next_one = spawn(serve, ())
+    assert next_one.recv() == "ready"
+    assert stop(next_one) == []
 
 
 def test_who_was_let_in_later_reaches_what_was_there(broker: Child, place: Path, spawn: Spawn) -> None:

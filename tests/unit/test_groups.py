@@ -60,7 +60,7 @@ class Rig:
     def kill(self, member: SharedTurn) -> None:
         for _ in range(2):
             ring.drop(self.control, member.cell)
-        ring.forget(self.control, member.cell)
+        ring.leave(self.control, member.cell)
 
 
 Rigs = Callable[..., Rig]

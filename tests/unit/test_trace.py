@@ -65,7 +65,7 @@ def test_spans_of_every_thread_are_merged_into_one_trace(parts: Path, tmp_path: 
 
     def work() -> None:
         with trace.span("stage", "read"), trace.span("slot", "frames", item=1):
-            recorder.published("frames", 1)
+            recorder.published("frames", 1, time.monotonic_ns())
 
     thread = threading.Thread(target=work, name="worker")
     thread.start()

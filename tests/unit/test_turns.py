@@ -211,7 +211,7 @@ class Ring(RuleBasedStateMachine):
                 self.orphans.update(a.held)
             ring.drop(self.control, a.turn.cell)
             ring.drop(self.control, a.turn.cell)
-            ring.forget(self.control, a.turn.cell)
+            ring.leave(self.control, a.turn.cell)
         else:
             for number, b in a.held.items():
                 self.control.words[a.turn.done + b] = number
@@ -361,7 +361,7 @@ def test_a_wait_on_a_left_readers_word_survives_its_next_owner(control: tuple[ri
     assert found is not None
     ((word, item),) = found[1]  # put on the writer's stream, which is slow to get there
     ring.drop(ctl, 0)
-    ring.forget(ctl, 0)
+    ring.leave(ctl, 0)
     ring.join(ctl, ledger, 0, block=1, start="oldest")
     assert item <= ctl.words[word] < FOREVER
 
@@ -412,7 +412,7 @@ def test_an_arrays_reader_cells_go_on_counting_over_their_owners() -> None:
         ctl.words[at + ring.Reader.BEGUN] = 5
         ring.drop(ctl, 0)
         assert ctl.words[at + ring.Reader.DONE] == ctl.words[at + ring.Reader.RELEASED] == FOREVER
-        ring.forget(ctl, 0)
+        ring.leave(ctl, 0)
         ring.join_array(ctl, 0, block=3)
         assert [ctl.words[at + w] for w in (ring.Reader.BEGUN, ring.Reader.RELEASED, ring.Reader.DONE)] == [5, 5, 5]
     finally:
@@ -468,7 +468,7 @@ def test_who_waits_for_room_does_not_look_through_the_ring_again(
 
 def gone(turn: Turn) -> None:
     ring.drop(turn.control, 0)
-    ring.forget(turn.control, 0)
+    ring.leave(turn.control, 0)
 
 
 @pytest.mark.parametrize(
