@@ -107,19 +107,23 @@ class ReaderPlace(Place):
         self.held: dict[int, tuple[RawStream, int, weakref.ref[ReadSlot]]] = {}
         self.unconfirmed = 0  # the last item taken in this epoch; 0 when there is none to be looked at
         self._words = self.control.words
-        self._ending = threading.Lock()
+        #: Whoever writes the words of our cell, for once we have left they are another's.
+        self.ours = threading.RLock()
 
     def release(self, slot: ReadSlot, stream: Any) -> None:
         """Ends the slot's turn, on `stream`, or on the one it was taken on."""
         if failpoints.ARMED:
             failpoints.hit("slot.release")
+        with self.ours:
+            if slot._arrays is None:
+                return  # the place was left meanwhile, and it was released then
+            slot._arrays = None
+            b = slot._buffer
+            self.held.pop(b, None)
+            self._give_back(b, slot.number, slot._raw, stream)
         recorder = trace.ACTIVE
         if recorder is not None:
             recorder.released(slot, self.channel.name, "in", slot.number)
-        b = slot._buffer
-        slot._arrays = None
-        self.held.pop(b, None)
-        self._give_back(b, slot.number, slot._raw, stream)
 
     def _give_back(self, b: int, number: int, raw: RawStream, stream: Any = None) -> None:
         done, backend, device = self.turn.done + b, self.backend, self.channel.device
@@ -141,7 +145,7 @@ class ReaderPlace(Place):
 
     def _stop(self) -> bool:
         """Releases what is held and takes no more. False where that was done before."""
-        with self._ending:
+        with self.ours:
             if self.closed:
                 return False
             self.closed = True

@@ -91,8 +91,9 @@ class Reader:
                 if found is None:
                     deadline = deadline or session.deadline()
                     found = self._await(deadline)
-                before = self._place.unconfirmed
-                slot = self._take(raw, *found)
+                with self._place.ours:
+                    before = self._place.unconfirmed
+                    slot = self._take(raw, *found)
                 if slot is None:
                     continue
                 try:
@@ -107,10 +108,12 @@ class Reader:
                         raise
                     continue  # never handed out: on to the next writer
                 except BaseException:
-                    self._place.unconfirmed = before
-                    slot._arrays = None  # not delivered: the next get() takes it again
-                    self._held.pop(slot._buffer, None)
-                    self._turn.undo(slot._buffer, slot.number)
+                    with self._place.ours:
+                        if not self._place.closed:
+                            self._place.unconfirmed = before
+                            slot._arrays = None  # not delivered: the next get() takes it again
+                            self._held.pop(slot._buffer, None)
+                            self._turn.undo(slot._buffer, slot.number)
                     raise
                 if failpoints.ARMED:
                     failpoints.hit("slot.taken")
@@ -247,6 +250,8 @@ class Reader:
             raise
 
     def _take(self, raw: RawStream, issued: int, bad: int) -> ReadSlot | None:
+        if self._place.closed:
+            self.channel.refuse("reader")
         turn, words = self._turn, self._words
         taken = turn.take(issued, bad)
         if taken is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ import ipcsync
 from ipcsync import Session
 from ipcsync.errors import EndOfStream, InvalidState, PeerDied, PeerFailed, RecorderBusy, WaitTimeout
 
-from ..harness import Peer
+from ..harness import TIMEOUT, Peer
 from .cases import Case, case  # noqa: F401
 from .items import SHAPE, Spawn, fail_after, hang_in_slot, same, write_items
 
@@ -162,3 +163,44 @@ def test_one_writer_at_a_time(case: Case, session: Session, spawn: Spawn) -> Non
     channel = session.create_channel("frames", shape=SHAPE, dtype="int32", device=case.device)
     with channel.writer():
         assert spawn(try_to_write).join() == (session.name, os.getpid())
+
+
+def test_closing_a_reader_waits_for_a_take_that_is_under_way(
+    case: Case, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it is closed its words are the next reader's: another thread's ``get()`` must not write them any more."""
+    channel = session.create_channel("frames", shape=SHAPE, dtype="int32", depth=2, device=case.device)
+    reader = channel.reader()
+    taking, closed = threading.Event(), threading.Event()
+    closed_meanwhile: list[bool] = []
+    take = reader._turn.take
+
+    def slowly(issued: int, bad: int) -> Any:
+        taking.set()
+        closed_meanwhile.append(closed.wait(0.3))
+        return take(issued, bad)
+
+    def close() -> None:
+        assert taking.wait(TIMEOUT)
+        reader.close()
+        closed.set()
+
+    monkeypatch.setattr(reader._turn, "take", slowly)
+    thread = threading.Thread(target=close)
+    thread.start()
+    with channel.writer() as writer:
+        with writer.slot() as slot:
+            slot.array[...] = slot.number
+        taken = reader.get()
+        assert closed.wait(TIMEOUT)
+        thread.join(TIMEOUT)
+        assert closed_meanwhile == [False]
+        with pytest.raises(InvalidState):
+            taken.array  # noqa: B018
+        taken.release()
+        with channel.reader() as other:  # in the same cell
+            for number in range(2, 6):
+                with writer.slot() as slot:
+                    slot.array[...] = slot.number
+                with other.get() as item:
+                    assert item.number == number
