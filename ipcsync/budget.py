@@ -120,7 +120,8 @@ class Budget:
     def _why(self) -> str:
         return (
             f"the wait budget of this process is {self.limit} streams blocked on others at once (its hardware queues "
-            "less a reserve) and all are; start it with CUDA_DEVICE_MAX_CONNECTIONS=32, or wait on fewer streams"
+            "less a reserve) and all are; start it with a larger CUDA_DEVICE_MAX_CONNECTIONS (at most 32), or wait on "
+            "fewer streams"
         )
 
 

@@ -117,10 +117,10 @@ class ReaderPlace(Place):
         with self.ours:
             if slot._arrays is None:
                 return  # the place was left meanwhile, and it was released then
-            slot._arrays = None
             b = slot._buffer
+            self._give_back(b, slot.number, slot._raw, stream)  # first: if that is no stream, it is held as before
+            slot._arrays = None
             self.held.pop(b, None)
-            self._give_back(b, slot.number, slot._raw, stream)
         recorder = trace.ACTIVE
         if recorder is not None:
             recorder.released(slot, self.channel.name, "in", slot.number)
@@ -234,11 +234,11 @@ class WriterPlace(Place):
         timeline = self.timeline
         return timeline.quiet() and (timeline.completed >= timeline.issued or timeline.verdict <= timeline.issued)
 
-    def leave(self, end: Any, deadline: Deadline) -> bool:
-        """Gives the pen back: the stream is "closed", "failed", or ("") goes on. False where that was done before."""
+    def leave(self, end: Any, deadline: Deadline) -> None:
+        """Gives the pen back, if that was not done before: the stream is "closed", "failed", or ("") goes on."""
         with self.lock:
             if self.closed:
-                return False
+                return
             self.closed = True
             for b, raw in list(self.open.items()):
                 with suppress(StreamFailed):  # then the stream does no more
@@ -263,7 +263,6 @@ class WriterPlace(Place):
                 raise
         if self.quiet():
             self.channel.left(self)
-        return True
 
     def _finished(self, event: Any, deadline: Deadline) -> None:
         while not self.backend.event_query(event):

@@ -148,7 +148,7 @@ def reader_load(control: Control, at: int, issued: int) -> tuple[int, int]:
         return sum(max(0, int(words[i + Reader.BEGUN]) - int(words[i + Reader.RELEASED])) for i in lanes), 0
     held = 0
     for b in range(control.depth):
-        item = words[control.buffer(b) + Buffer.ITEM]
+        item = words[control.buffers[b] + Buffer.ITEM]
         held += bool(words[at + control.released + b] < item <= words[at + control.taken + b])
     if words[at + Reader.POLICY] == Reader.LATEST:
         return held, 0  # what it has not taken it may have to miss

@@ -120,20 +120,17 @@ class Control:
                 ours=VERSION,
             )
         self.depth, self.max_readers = words[Head.DEPTH], words[Head.MAX_READERS]
-        self._buffers, self._readers = words[Head.BUFFERS_AT], words[Head.READERS_AT]
+        self._readers, self._reader_words = words[Head.READERS_AT], words[Head.READER_WORDS]
         self._groups = words[Head.GROUPS_AT]
-        self._buffer_words, self._reader_words = words[Head.BUFFER_WORDS], words[Head.READER_WORDS]
         line = _lines(self.depth)
         self.taken, self.released, self.done = (Reader.WORDS + i * line for i in range(3))
         self.meta_words = Buffer.EXTENTS + _lines(words[Head.EXTENTS]) if self.depth else 0
-        self.buffers = [self._buffers + b * self._buffer_words for b in range(self.depth)]  # where each one's record is
-
-    def buffer(self, index: int) -> int:
-        return int(self._buffers + index * self._buffer_words)
+        first, each = words[Head.BUFFERS_AT], words[Head.BUFFER_WORDS]
+        self.buffers = [first + b * each for b in range(max(1, self.depth))]  # their records; an array has one
 
     def meta_at(self, buffer: int = 0) -> int:
         """Byte offset of a buffer's meta in the file; of an array's, which has one."""
-        return 8 * (self.buffer(buffer) + self.meta_words)
+        return 8 * (self.buffers[buffer] + self.meta_words)
 
     def epoch(self, number: int) -> int:
         return Head.TABLE + number % Head.EPOCHS * Epoch.WORDS
@@ -355,7 +352,7 @@ def _changed(control: Control) -> None:
 
 def highest_item(control: Control) -> int:
     """The highest item number that a dead writer may have left in a buffer, issued or not."""
-    return max(int(control.words[control.buffer(b) + Buffer.ITEM]) for b in range(control.depth))
+    return max(int(control.words[control.buffers[b] + Buffer.ITEM]) for b in range(control.depth))
 
 
 def new_epoch(control: Control, *, cell: int, incarnation: int, base: int, first_bad: int) -> int:
@@ -365,9 +362,9 @@ def new_epoch(control: Control, *, cell: int, incarnation: int, base: int, first
     """
     words = control.words
     for b in range(control.depth):
-        item = words[control.buffer(b) + Buffer.ITEM]
+        item = words[control.buffers[b] + Buffer.ITEM]
         if item >= first_bad:
-            words[control.buffer(b) + Buffer.VOID] = item
+            words[control.buffers[b] + Buffer.VOID] = item
     number = words[Head.EPOCH] + 1
     words[control.epoch(number - 1) + Epoch.BAD] = first_bad
     at = control.epoch(number)

@@ -141,7 +141,7 @@ class Choice:
         return not (r.latest or r.retired or r.grouped or words[r.until] < item or self._void(b, item))
 
     def _void(self, b: int, item: int) -> bool:
-        return bool(self.words[self.control.buffer(b) + Buffer.VOID] == item)
+        return bool(self.words[self.control.buffers[b] + Buffer.VOID] == item)
 
     def _free(self, b: int, item: int, waits: list[tuple[int, int]]) -> bool:
         words = self.words
@@ -261,11 +261,6 @@ class Turn:
 
     def close(self) -> None:
         """Lets go what it has besides its words."""
-
-    @property
-    def attached(self) -> bool:
-        """False once the broker retired the cell: the session was taken for dead. To be asked after a take."""
-        return bool(self.words[self.at + Reader.STATE] == Reader.ACTIVE)
 
     def release(self, b: int, number: int) -> None:
         """The host is done with it; on the device it is once DONE says so, which must be under way before this."""

@@ -211,3 +211,22 @@ def test_groups_are_of_block_readers(case: Case, session: Session) -> None:
     channel = session.create_channel("frames", shape=SHAPE, dtype="int32", device=case.device)
     with pytest.raises(InvalidArgument, match="group"):
         channel.reader(policy="latest", group="g")
+
+
+def test_a_release_on_what_is_no_stream_leaves_the_slot_held(case: Case, session: Session) -> None:
+    channel = session.create_channel("frames", shape=SHAPE, dtype="int32", depth=2, device=case.device)
+    with channel.reader() as reader, channel.writer() as writer:
+        for _ in range(2):
+            with writer.slot() as slot:
+                slot.array[...] = slot.number
+        item = reader.get()
+        with pytest.raises(InvalidArgument):
+            item.release("no stream")
+        with reader.get() as other:
+            assert same(other.array, 2)
+        assert same(item.array, 1)
+        item.release()
+        for _ in range(2):
+            with writer.slot() as slot:
+                slot.array[...] = slot.number
+        assert [reader.get().number for _ in range(2)] == [3, 4]

@@ -46,7 +46,7 @@ CHANNEL_MUTANTS = [
     Mutant(
         "condemned items hold the next writer for good",
         "ipcsync/ring.py",
-        "            words[control.buffer(b) + Buffer.VOID] = item",
+        "            words[control.buffers[b] + Buffer.VOID] = item",
         "            pass",
         "tests/unit/test_groups.py -k condemned_item",
     ),

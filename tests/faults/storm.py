@@ -73,7 +73,7 @@ def state_of(session: ipcsync.Session) -> str:
         f"{session.ledger.words[at + Cell.ISSUED]} verdict {session.ledger.words[at + Cell.VERDICT]}"
     ]
     for b in range(control.depth):
-        said.append(f"buffer {b}: {words[control.buffer(b)]} void {words[control.buffer(b) + Buffer.VOID]}")
+        said.append(f"buffer {b}: {words[control.buffers[b]]} void {words[control.buffers[b] + Buffer.VOID]}")
     for cell in range(control.max_readers):
         r = control.reader(cell)
         if words[r + Reader.STATE] != Reader.FREE:

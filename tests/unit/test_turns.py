@@ -173,7 +173,7 @@ class Ring(RuleBasedStateMachine):
             return
         number, b = taken
         assert self.data[b] == number
-        assert a.turn.attached
+        assert a.turn.words[a.turn.at + ring.Reader.STATE] == ring.Reader.ACTIVE
         a.held[number] = b
         if a.kind == SHARED:
             assert number not in self.shared or self.orphans.pop(number) == b, "two members have one item"
@@ -330,7 +330,7 @@ def test_a_retired_reader_keeps_what_it_holds_and_gets_nothing_more(control: tup
         write(ctl, ledger, choice)
     assert choice.items[held] == 1
     take(turn, 7)
-    assert not turn.attached
+    assert turn.words[turn.at + ring.Reader.STATE] == ring.Reader.RETIRED
     ring.drop(ctl, 0)
     write(ctl, ledger, choice)
     write(ctl, ledger, choice)

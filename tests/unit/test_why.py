@@ -160,7 +160,7 @@ def test_a_channel_tells_which_reader_holds_its_buffers(ledger: Ledger, runtime:
     linux.membarrier_register()
     ring.join(control, ledger, 0, block=1)
     for item in (1, 2):
-        control.words[control.buffer(item - 1) + ring.Buffer.ITEM] = item
+        control.words[control.buffers[item - 1] + ring.Buffer.ITEM] = item
     at = control.reader(0)
     control.words[at + control.taken] = 1
     control.words[at + ring.Reader.CURSOR] = 2

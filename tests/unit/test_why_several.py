@@ -105,7 +105,7 @@ def test_who_has_taken_all_that_its_group_got_holds_nobody_up(ledger: Ledger, ru
     for cell, block in enumerate((1, 2)):
         ring.join(control, ledger, cell, block=block, group=99)
     for item in (1, 2):
-        control.words[control.buffer(item - 1) + ring.Buffer.ITEM] = item
+        control.words[control.buffers[item - 1] + ring.Buffer.ITEM] = item
         ledger.words[ledger.cell(0) + Cell.ISSUED] = item
     turns = [SharedTurn(control, cell, 1) for cell in (0, 1)]
     HostWaits(ledger, 0).announce(HostWait(0, 3, SPACE, time.monotonic_ns()))
