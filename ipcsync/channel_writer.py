@@ -156,26 +156,25 @@ class Writer:
         """Puts the buffer's next use behind its last: readers' device work, and our own on another stream."""
         backend, key = self._backend, self._backend.stream_key(raw)
         region = self._control.region
-        for word, item in waits:
-            self._wait(raw, region, word, item, deadline)
+        if waits:
+            self._wait(raw, region, waits, deadline)
         item = self._choice.items[b]
         if self._ledger[self._at + Cell.WORD] < item and self._streams.get(b) != key:
-            self._wait(raw, self.session.ledger.region, self._at + Cell.WORD, item, deadline)
+            self._wait(raw, self.session.ledger.region, [(self._at + Cell.WORD, item)], deadline)
         left = self._left.pop(b, None)
         if left is not None:
             if left[0] != key:
                 backend.event_wait(left[1], raw)
             backend.event_destroy(left[1])
 
-    def _wait(self, raw: RawStream, region: Any, word: int, value: int, deadline: Deadline) -> None:
-        name = self.channel.name
-        if self._backend.is_thread(raw):
-            what = f"the readers' streams' work on a buffer of {name!r}"
-            wait_word(
-                region, word, value, deadline, check=self._check, what=lambda: what, polled=self._backend.device_writes
-            )
-        else:
-            self.session.enqueue_wait(self._backend, raw, region, word, value, deadline, name)
+    def _wait(self, raw: RawStream, region: Any, waits: list[tuple[int, int]], deadline: Deadline) -> None:
+        name, backend = self.channel.name, self._backend
+        if not backend.is_thread(raw):
+            self.session.enqueue_waits(backend, raw, region, waits, deadline, name)
+            return
+        what = f"the readers' streams' work on a buffer of {name!r}"
+        for word, value in waits:
+            wait_word(region, word, value, deadline, check=self._check, what=lambda: what, polled=backend.device_writes)
 
     def _publish(self, slot: WriteSlot) -> None:
         b, at, words = slot._buffer, self._control.buffers[slot._buffer], self._words

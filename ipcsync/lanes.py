@@ -62,7 +62,7 @@ class Lanes:
             if self._streams[lane] != key:  # behind the lane's last read, which another stream may still be at
                 released = array.control.words[at + Reader.RELEASED]
                 if array.control.words[at + Reader.DONE] < released:
-                    array.behind(raw, array.control.region, at + Reader.DONE, released, deadline)
+                    array.behind(raw, array.control.region, [(at + Reader.DONE, released)], deadline)
             self._streams[lane] = key
             yield at
         finally:

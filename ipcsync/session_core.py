@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,7 +26,7 @@ from .stead import Stead
 from .stream import Stream, resolve, resolve_any
 from .timeline import Timeline, verdict_error
 from .wait_table import WaitTable
-from .waiting import UNSET, Deadline, Timeout, Unset, wait_word
+from .waiting import UNSET, Deadline, Timeout, Unset
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -233,14 +234,20 @@ class SessionCore:
             else None,
         )
 
-    def enqueue_wait(
-        self, backend: Backend, raw: RawStream, region: Region, index: int, value: int, deadline: Deadline, name: str
+    def enqueue_waits(
+        self,
+        backend: Backend,
+        raw: RawStream,
+        region: Region,
+        waits: Sequence[tuple[int, int]],
+        deadline: Deadline,
+        name: str,
     ) -> None:
-        """Makes the stream wait for a word that orders re-use and carries no data (LEDGER.md rule 6)."""
-        if backend.is_thread(raw):
-            wait_word(region, index, value, deadline, check=self.check, what=lambda: f"round {value} of {name!r}")
-        elif self.admit(backend, raw, region, index, value, deadline, name):
-            backend.wait(raw, region, index, value)
+        """Makes the stream wait for words that order re-use and carry no data (LEDGER.md rule 6): (index, value) of
+        each."""
+        due = [each for each in waits if self.admit(backend, raw, region, *each, deadline, name)]
+        if due:
+            backend.wait_for_all(raw, region, due)
 
     @cached_property
     def waiter(self) -> Waiter:

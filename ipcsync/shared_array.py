@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import bells, linux, opening
@@ -111,7 +111,8 @@ class SharedArray:
             try:
                 self._wait_for_readers(raw, deadline)  # ... look
                 if self._ledger[self._at + Cell.WORD] < view.version - 1 and self._last != self.backend.stream_key(raw):
-                    self.behind(raw, self.session.ledger.region, self._at + Cell.WORD, view.version - 1, deadline)
+                    before = [(self._at + Cell.WORD, view.version - 1)]
+                    self.behind(raw, self.session.ledger.region, before, deadline)
             except BaseException:
                 self._words[Head.CLAIMED] = view.version - 1  # nothing was written: the old version is as it was
                 raise
@@ -146,8 +147,7 @@ class SharedArray:
         """The host waits until no host reads, then puts the stream behind what their devices still do."""
         with self.session.waits.host.of(SPACE, self._timeline.cell, self.version + 1, self.name) as waiting:
             waits = self._await_readers(deadline, waiting.still)
-        for word, begun in waits:
-            self.behind(raw, self.control.region, word, begun, deadline)
+        self.behind(raw, self.control.region, waits, deadline)
 
     def _await_readers(self, deadline: Deadline, still: Callable[[], None]) -> list[tuple[int, int]]:
         """Returns once no host reads: the words and values that their devices still have to reach."""
@@ -184,9 +184,12 @@ class SharedArray:
             else:
                 token = bells.announce(control.region, Head.DOORBELL)
 
-    def behind(self, raw: RawStream, region: Region, word: int, value: int, deadline: Deadline) -> None:
-        """The stream goes on once that word has reached `value`."""
-        if self.backend.is_thread(raw):
+    def behind(self, raw: RawStream, region: Region, waits: Sequence[tuple[int, int]], deadline: Deadline) -> None:
+        """The stream goes on once each (word, value) is reached."""
+        if not self.backend.is_thread(raw):
+            self.session.enqueue_waits(self.backend, raw, region, waits, deadline, self.name)
+            return
+        for word, value in waits:
             wait_word(
                 region,
                 word,
@@ -196,8 +199,6 @@ class SharedArray:
                 what=lambda: f"streams' work on {self.name!r}",
                 polled=self.backend.device_writes,
             )
-        else:
-            self.session.enqueue_wait(self.backend, raw, region, word, value, deadline, self.name)
 
     def release(self, timeout: Timeout = UNSET) -> None:
         """Lets another process write, once what was published is complete."""

@@ -7,7 +7,7 @@ Two implementations stand behind it, ``host`` and ``cuda``, and ``select.py`` is
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,6 +171,11 @@ class Backend(ABC):
     def wait(self, raw: RawStream, region: Region, index: int, value: int) -> None:
         """The stream goes on once word `index` is at least `value` (cyclically: GEQ). On the calling thread itself
         (host) this blocks; Layers 2 and 3 do not use it there."""
+
+    def wait_for_all(self, raw: RawStream, region: Region, waits: Sequence[tuple[int, int]]) -> None:
+        """:meth:`wait` for each (index, value); in one call where the device has one."""
+        for index, value in waits:
+            self.wait(raw, region, index, value)
 
     def passed(self, raw: RawStream) -> Callable[[], bool]:
         """What tells, from now on, whether the stream has done all it was given till now. The stream may end before."""

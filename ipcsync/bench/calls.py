@@ -76,6 +76,8 @@ def calls(device: str, *, quick: bool, missing: list[Missing]) -> list[Table]:
                 "SharedEvent.synchronize, complete": lambda: event.synchronize(round=1),
             }
             todo |= bare(device, stream, missing)
+            if backend.device_writes:
+                todo |= several_waits(stream, session.ledger.address(event._timeline._word))
 
             def between() -> None:
                 release()
@@ -144,4 +146,38 @@ def bare(device: str, stream: Any, missing: list[Missing]) -> dict[str, Call]:
         "cupy Stream.wait_event": lambda: external.wait_event(theirs),
         "ipcsync.Event.record": lambda: ours.record(stream),
         "ipcsync.Event.wait": lambda: ours.wait(stream),
+    }
+
+
+def several_waits(stream: Any, address: int) -> dict[str, Call]:
+    """Two and four waits of a stream, for a word at `address` that is at least 1: one by one, and in one call of the
+    driver. What a writer with as many readers would put on its stream."""
+    from cuda.bindings import driver
+
+    handle = driver.CUstream(int(stream._raw))
+
+    def one_by_one(count: int) -> None:
+        for _ in range(count):
+            driver.cuStreamWaitValue64(handle, address, 1, 0)
+
+    def batched(operations: list[Any]) -> None:
+        for each in operations:
+            each.waitValue.address, each.waitValue.value64 = address, 1
+        (status,) = driver.cuStreamBatchMemOp(handle, len(operations), operations, 0)
+        if status:
+            raise RuntimeError(f"cuStreamBatchMemOp answered {status}")
+
+    def prepared(count: int) -> list[Any]:
+        operations = [driver.CUstreamBatchMemOpParams() for _ in range(count)]
+        for each in operations:
+            each.waitValue.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_64
+            each.waitValue.flags = 0
+        return operations
+
+    two, four = prepared(2), prepared(4)
+    return {
+        "2 waits by cuda-bindings, one by one": lambda: one_by_one(2),
+        "2 waits in one cuStreamBatchMemOp": lambda: batched(two),
+        "4 waits by cuda-bindings, one by one": lambda: one_by_one(4),
+        "4 waits in one cuStreamBatchMemOp": lambda: batched(four),
     }

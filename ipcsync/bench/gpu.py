@@ -19,7 +19,7 @@ from .. import queues
 from .calls import calls
 from .contest import Contestant, Missing, Table, arena, compete, summary
 from .floor import Floor, NoFloor, build
-from .gpu_flows import HAND_OFFS, ONE, PIPELINES, SHAPE, TWO
+from .gpu_flows import CASES, HAND_OFFS, PIPELINES, SHAPE
 from .gpu_trips import BARE, GPU_TRIPS, SPIN_US, WITH_KERNELS
 
 LIMIT = 110.0  # seconds for one mode; what was measured by then is kept
@@ -117,13 +117,14 @@ def trips(device: str, floor: Floor | None, *, quick: bool, missing: list[Missin
 def hand_offs(device: str, floor: Floor | None, *, quick: bool, missing: list[Missing]) -> list[Table]:
     repeats, count = (2, 10) if quick else (7, 200)
     with arena():
-        found = compete(_some(HAND_OFFS, device), repeats, [(ONE, count), (TWO, count)], _measured, missing)
+        cases = [(case, count) for case in CASES]
+        found = compete(_some(HAND_OFFS, device), repeats, cases, _measured, missing)
     size, ours = f"{SHAPE[0] * SHAPE[1] * SHAPE[2] / 1e6:.1f} MB", HAND_OFFS[0].name
-    one = Table("gpu-hand-off", f"hand-off of {size} and its acknowledgement, one at a time", "µs", ours)
-    two = Table("gpu-hand-off-2", f"hand-off of {size}, two under way", "µs an item", ours)
-    for table, which in ((one, ONE), (two, TWO)):
+    tables = [Table("gpu-hand-off", f"hand-off of {size} and its acknowledgement, one at a time", "µs", ours)]
+    tables += [Table(f"gpu-hand-off-{n}", f"hand-off of {size}, {n} under way", "µs an item", ours) for n in CASES[1:]]
+    for table, which in zip(tables, CASES, strict=True):
         table.rows = {name: summary(each) for (name, case), each in found.items() if case == which}
-    return [one, two]
+    return tables
 
 
 def three_stages(device: str, floor: Floor | None, *, quick: bool, missing: list[Missing]) -> list[Table]:

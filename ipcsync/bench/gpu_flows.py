@@ -1,7 +1,8 @@
 """Hand-offs of an array on one GPU from process to process, and a pipeline of three stages.
 
 A hand-off: the producer fills an array, the consumer reads a bit of it and acknowledges that it may be filled again.
-In case ``ONE`` the next comes only then; in case ``TWO`` two are under way at a time, each in an array of its own.
+The case says how many are under way at a time, each in an array of its own: with 1 the next comes only after the
+acknowledgement.
 """
 
 from __future__ import annotations
@@ -17,12 +18,7 @@ from .contest import Contestant
 
 SHAPE = (1080, 1920, 3)
 LOOK = 64  # bytes that the consumer reads
-ONE, TWO = 0, 1
-
-
-def acknowledged(case: int, number: int) -> bool:
-    """Whether the producer has to have an acknowledgement before it goes on from item `number`."""
-    return case == ONE or number > 2
+CASES = 1, 2, 8  # under way at a time
 
 
 class HandOff(Contestant):
@@ -52,11 +48,18 @@ class HandOff(Contestant):
     def settle(self) -> None:
         self.stream.synchronize()
 
+    def acknowledged(self, case: int, number: int) -> None:
+        """Until item `number` was acknowledged: by the host or by the stream, as the contestant does it."""
+
     def measure(self, case: int, numbers: range) -> list[float]:
         """Microseconds of one hand-off, the mean of a chain."""
         start = time.perf_counter()
         for number in numbers:
             self.turn(case, number)
+            if number - case >= numbers[0] - 1:
+                self.acknowledged(case, number - case + 1)
+        for number in range(max(numbers[0], numbers[-1] - case + 2), numbers[-1] + 1):
+            self.acknowledged(case, number)
         self.settle()
         return [1e6 * (time.perf_counter() - start) / len(numbers)]
 
@@ -73,31 +76,38 @@ def numeric(device: str) -> Any:
 
 
 class ByChannel(HandOff):
-    """The acknowledgement is a shared event, which the producer's stream waits for."""
+    """One at a time the acknowledgement is a shared event, which the producer's stream waits for. With more, a ring of
+    as many buffers is acknowledgement enough."""
 
     name = "ipcsync channel"
 
     def open(self, peer: int | None) -> None:
         super().open(peer)
-        self.session = ipcsync.connect()
+        self.session = session = ipcsync.connect()
         if peer is None:
-            channel = self.session.create_channel("handoff", shape=SHAPE, dtype="uint8", depth=2, device=self.device)
-            self.writer = channel.writer()
-            self.ack = self.session.create_event("handoff-ack", device=self.device)
+            self.writers = {
+                case: session.create_channel(
+                    f"handoff-{case}", shape=SHAPE, dtype="uint8", depth=max(2, case), device=self.device
+                ).writer()
+                for case in CASES
+            }
+            self.ack = session.create_event("handoff-ack", device=self.device)
         else:
-            self.reader = self.session.open_channel("handoff", timeout=60.0).reader()
-            self.ack = self.session.open_event("handoff-ack", timeout=60.0)
+            self.readers = {case: session.open_channel(f"handoff-{case}", timeout=60.0).reader() for case in CASES}
+            self.ack = session.open_event("handoff-ack", timeout=60.0)
 
     def turn(self, case: int, number: int) -> None:
-        with self.writer.slot(self.stream) as slot:
+        with self.writers[case].slot(self.stream) as slot:
             self.stream.enqueue(self.fill, slot.array, number)
-        if case == ONE:
-            self.ack.wait(self.stream, round=number)  # with two, the ring's two buffers are acknowledgement enough
+
+    def acknowledged(self, case: int, number: int) -> None:
+        if case == 1:
+            self.ack.wait(self.stream, round=number)
 
     def answer(self, peer: int, case: int, number: int) -> None:
-        with self.reader.get(self.stream) as slot:
+        with self.readers[case].get(self.stream) as slot:
             self.stream.enqueue(self.look, slot.array)
-        if case == ONE:
+        if case == 1:
             self.ack.record(self.stream)
 
     def close(self) -> None:
@@ -122,18 +132,19 @@ class ByTorchQueue(HandOff):
 
         self.torch: Any = torch
         self.seen = torch.zeros(LOOK, dtype=torch.uint8, device="cuda")
-        self.pair = [torch.empty(SHAPE, dtype=torch.uint8, device="cuda") for _ in range(2)]
-        self.pair[0].fill_(1)
-        self.seen.copy_(self.pair[0].view(-1)[:LOOK])
+        self.arrays = [torch.empty(SHAPE, dtype=torch.uint8, device="cuda") for _ in range(max(CASES))]
+        self.arrays[0].fill_(1)
+        self.seen.copy_(self.arrays[0].view(-1)[:LOOK])
         torch.cuda.synchronize()
 
     def turn(self, case: int, number: int) -> None:
         torch = self.torch
-        tensor = self.pair[number % 2] if self.same else torch.empty(SHAPE, dtype=torch.uint8, device="cuda")
+        tensor = self.arrays[number % case] if self.same else torch.empty(SHAPE, dtype=torch.uint8, device="cuda")
         tensor.fill_(number & 0xFF)
         self.there.put(tensor)
-        if acknowledged(case, number):
-            self.back.get(timeout=30)
+
+    def acknowledged(self, case: int, number: int) -> None:
+        self.back.get(timeout=30)
 
     def answer(self, peer: int, case: int, number: int) -> None:
         tensor = self.there.get()
@@ -147,12 +158,12 @@ class ByTorchQueue(HandOff):
 
 
 class BySameTensor(ByTorchQueue):
-    name = "torch.multiprocessing queue, the same two tensors"
+    name = "torch.multiprocessing queue, the same tensors"
     same = True
 
 
 class _Shared(HandOff):
-    """Two arrays of the parent's, opened once by the child; a ZeroMQ pair between them."""
+    """Arrays of the parent's, opened once by the child; a ZeroMQ pair between them."""
 
     def prepare(self, context: SpawnContext, folder: Path) -> None:
         self.ends = context.Pipe()
@@ -165,13 +176,13 @@ class _Shared(HandOff):
         super().open(peer)
         runtime, nbytes = cupy.cuda.runtime, SHAPE[0] * SHAPE[1] * SHAPE[2]
         if peer is None:
-            self.memory = cupy.cuda.memory.Memory(2 * nbytes)
+            self.memory = cupy.cuda.memory.Memory(max(CASES) * nbytes)
             self.ends[0].send_bytes(bytes(runtime.ipcGetMemHandle(self.memory.ptr)))
             pointer = cupy.cuda.MemoryPointer(self.memory, 0)
         else:
             opened = runtime.ipcOpenMemHandle(self.ends[1].recv_bytes())
-            pointer = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(opened, 2 * nbytes, self), 0)
-        self.pair = [cupy.ndarray(SHAPE, cupy.uint8, pointer + i * nbytes) for i in range(2)]
+            pointer = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(opened, max(CASES) * nbytes, self), 0)
+        self.arrays = [cupy.ndarray(SHAPE, cupy.uint8, pointer + i * nbytes) for i in range(max(CASES))]
         self.context: Any = zmq.Context()
         self.socket: Any = self.context.socket(zmq.PAIR)
         self.socket.bind(self.endpoint) if peer is None else self.socket.connect(self.endpoint)
@@ -185,17 +196,21 @@ class BySyncAndMessage(_Shared):
     name = "synchronize + ZeroMQ"
 
     def turn(self, case: int, number: int) -> None:
-        self.stream.enqueue(self.fill, self.pair[number % 2], number)
+        self.stream.enqueue(self.fill, self.arrays[number % case], number)
         self.stream.synchronize()
         self.socket.send(b"x")
-        if acknowledged(case, number):
-            self.socket.recv()
+
+    def acknowledged(self, case: int, number: int) -> None:
+        self.socket.recv()
 
     def answer(self, peer: int, case: int, number: int) -> None:
         self.socket.recv()
-        self.stream.enqueue(self.look, self.pair[number % 2])
+        self.stream.enqueue(self.look, self.arrays[number % case])
         self.stream.synchronize()
         self.socket.send(b"x")
+
+
+KEPT = 4 * max(CASES)
 
 
 class ByHandles(_Shared):
@@ -210,23 +225,24 @@ class ByHandles(_Shared):
     def _signal(self) -> None:
         event = ipcsync.Event(self.device, interprocess=True)
         event.record(self.stream)
-        self.kept = [*self.kept[-7:], event]  # until the other process has surely opened and passed it
+        self.kept = [*self.kept[-KEPT:], event]  # until the other process has surely opened and passed it
         self.socket.send(event.ipc_handle())
 
     def _wait(self) -> None:
         event = ipcsync.Event.from_ipc_handle(self.device, self.socket.recv())
         event.wait(self.stream)
-        self.kept = [*self.kept[-7:], event]
+        self.kept = [*self.kept[-KEPT:], event]
 
     def turn(self, case: int, number: int) -> None:
-        self.stream.enqueue(self.fill, self.pair[number % 2], number)
+        self.stream.enqueue(self.fill, self.arrays[number % case], number)
         self._signal()
-        if acknowledged(case, number):
-            self._wait()
+
+    def acknowledged(self, case: int, number: int) -> None:
+        self._wait()
 
     def answer(self, peer: int, case: int, number: int) -> None:
         self._wait()
-        self.stream.enqueue(self.look, self.pair[number % 2])
+        self.stream.enqueue(self.look, self.arrays[number % case])
         self._signal()
 
 
@@ -236,7 +252,8 @@ HAND_OFFS: list[type[HandOff]] = [ByChannel, ByTorchQueue, BySameTensor, BySyncA
 class ThreeStages(HandOff):
     """Source, middle and sink, each a process; the source in the parent. Case 0: nothing else on the GPU."""
 
-    name = "three processes, ipcsync channels"
+    name = "three processes, ipcsync channels of 4"
+    depth = 4
     peers = 2
 
     def open(self, peer: int | None) -> None:
@@ -244,14 +261,16 @@ class ThreeStages(HandOff):
         self.session = ipcsync.connect()
         if peer is None:
             channels = [
-                self.session.create_channel(f"stages-{i}", shape=SHAPE, dtype="uint8", depth=4, device=self.device)
+                self.session.create_channel(
+                    f"stages-{self.depth}-{i}", shape=SHAPE, dtype="uint8", depth=self.depth, device=self.device
+                )
                 for i in range(2)
             ]
             self.writer = channels[0].writer()
             return
-        self.reader = self.session.open_channel(f"stages-{peer}", timeout=60.0).reader()
+        self.reader = self.session.open_channel(f"stages-{self.depth}-{peer}", timeout=60.0).reader()
         if peer == 0:
-            self.writer = self.session.open_channel("stages-1", timeout=60.0).writer()
+            self.writer = self.session.open_channel(f"stages-{self.depth}-1", timeout=60.0).writer()
 
     def turn(self, case: int, number: int) -> None:
         with self.writer.slot(self.stream) as slot:
@@ -267,6 +286,13 @@ class ThreeStages(HandOff):
 
     def close(self) -> None:
         self.session.close()
+
+
+class DeepStages(ThreeStages):
+    """Where processes take turns at the GPU, the buffers say how many items a turn can do."""
+
+    name = "three processes, ipcsync channels of 16"
+    depth = 16
 
 
 class ThreeStreams(HandOff):
@@ -304,4 +330,4 @@ class ThreeStreams(HandOff):
             stream.synchronize()
 
 
-PIPELINES: list[type[HandOff]] = [ThreeStages, ThreeStreams]
+PIPELINES: list[type[HandOff]] = [ThreeStages, DeepStages, ThreeStreams]

@@ -39,6 +39,36 @@ def test_the_writers_host_does_not_wait_for_the_readers_stream(case: Case, sessi
         assert [same(copy, value) for copy, value in zip(copies, (1, 2), strict=True)] == [True, True]
 
 
+def test_the_writers_stream_comes_after_every_readers(case: Case, session: Session) -> None:
+    channel = session.create_channel("frames", shape=SHAPE, dtype="int32", depth=2, device=case.device)
+    streams, writing = [case.stream() for _ in range(3)], case.stream()
+    readers = [channel.reader() for _ in streams]
+    with channel.writer() as writer:
+        for value in (1, 2):
+            with writer.slot() as slot:
+                slot.array[...] = value
+        gates, copies = [], []
+        for reader, reading in zip(readers, streams, strict=True):
+            held = [reader.get(reading) for _ in range(2)]
+            gates.append(case.hold(reading))
+            copies.append(case.copy_later(reading, held[0].array))
+            for taken in held:
+                taken.release()
+        with writer.slot(writing) as slot:
+            case.fill(writing, slot.array, 3)
+        for gate in gates:
+            with pytest.raises(WaitTimeout):  # until the last is open
+                slot.confirm(timeout=0.05)
+            gate.open()
+        slot.confirm()
+        for reader, reading, copy in zip(readers, streams, copies, strict=True):
+            reading.synchronize()
+            assert same(copy, 1)
+            with reader.get() as taken:
+                assert same(taken.array, 3)
+            reader.close()
+
+
 def test_items_written_on_several_streams_stay_in_order(case: Case, session: Session) -> None:
     channel = session.create_channel("frames", shape=SHAPE, dtype="int32", depth=4, device=case.device)
     slow, fast = case.stream(), case.stream()

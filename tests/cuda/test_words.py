@@ -36,6 +36,22 @@ def test_a_stream_waits_for_a_word_and_writes_another(backend: CudaBackend, regi
     backend.drop_stream(raw)
 
 
+@pytest.mark.parametrize("count", [2, 300])
+def test_a_stream_waits_for_all_words_of_several(backend: CudaBackend, region: Region, count: int) -> None:
+    first, second = backend.new_stream(0, 0), backend.new_stream(0, 0)
+    backend.wait_for_all(first, region, [(index, 5) for index in range(count)])
+    backend.wait_for_all(second, region, [(index, 6) for index in range(count)])
+    for last in range(count):
+        region.words[last] = 4
+        assert not backend.stream_query(first)
+        region.words[last] = 5
+    backend.stream_synchronize(first)
+    assert not backend.stream_query(second)
+    for index in range(count):
+        region.words[index] = 6
+    backend.stream_synchronize(second)
+
+
 def test_a_released_word_is_never_below_any_round(backend: CudaBackend, region: Region) -> None:
     raw = backend.new_stream(0, 0)
     region.words[0] = 2**63 - 1

@@ -54,6 +54,8 @@ class MadeUpDriver:
     CUipcEventHandle = CUipcMemHandle = IpcHandle
     CUdevice_attribute = SimpleNamespace(CU_DEVICE_ATTRIBUTE_MPS_ENABLED="mps")
     CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP, CU_MEMHOSTREGISTER_READ_ONLY = 1, 2, 4
+    CUstreamBatchMemOpType = SimpleNamespace(CU_STREAM_MEM_OP_WAIT_VALUE_64=4)
+    CUstreamBatchMemOpParams = staticmethod(lambda: SimpleNamespace(waitValue=SimpleNamespace()))
     CUipcMem_flags = SimpleNamespace(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS=1)
 
     def __init__(self, devices: int = 2, queues: int = 8) -> None:
@@ -190,6 +192,13 @@ class MadeUpDriver:
 
     def cuStreamWaitValue64(self, stream: int, address: int, value: int, flags: int) -> Any:
         return self._enqueue(stream, Wait(lambda: ctypes.c_uint64.from_address(address).value >= value))
+
+    def cuStreamBatchMemOp(self, stream: int, count: int, operations: list[Any], flags: int) -> Any:
+        assert count == len(operations) <= 256
+        for each in [one.waitValue for one in operations]:
+            assert each.operation == 4
+            self.cuStreamWaitValue64(stream, each.address, each.value64, each.flags)
+        return (0,)
 
     def cuMemHostRegister(self, address: int, nbytes: int, flags: int) -> Any:
         assert flags & self.CU_MEMHOSTREGISTER_PORTABLE, "only the current device would reach it"

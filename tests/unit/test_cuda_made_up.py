@@ -56,6 +56,24 @@ def test_a_stream_waits_for_a_word_and_writes_another(backend: CudaBackend, regi
     assert region.words[8] == 7
 
 
+@pytest.mark.parametrize("count", [1, 2, 300])
+def test_a_stream_waits_for_all_words_of_several(backend: CudaBackend, region: Region, count: int) -> None:
+    first, second = backend.new_stream(1, 0), backend.new_stream(1, 0)
+    backend.wait_for_all(first, region, [(index, 5) for index in range(count)])
+    backend.wait_for_all(second, region, [(index, 6) for index in range(count)])  # the first's stay what they were
+    for last in range(count):
+        region.words[last] = 4
+        assert not backend.stream_query(first)
+        region.words[last] = 5
+    assert backend.stream_query(first)
+    assert not backend.stream_query(second)
+    assert not backend._pending.none()
+    for index in range(count):
+        region.words[index] = 6
+    backend.stream_synchronize(second)
+    assert backend._pending.none()
+
+
 def test_streams_know_their_device(backend: CudaBackend) -> None:
     own = [backend.new_stream(device, 0) for device in (0, 1)]
     assert [backend.stream_device(raw) for raw in own] == [0, 1]
