@@ -374,7 +374,7 @@ class CudaBackend(Backend):
         self._pending.add(region.words, index, value)
 
     def wait_for_all(self, raw: int, region: Region, waits: Sequence[tuple[int, int]]) -> None:
-        """Two waits one by one cost the host 3.5 us, in one call 2.5; four 6.7 and 3.2 (docs/benchmarks.md)."""
+        """Two waits one by one cost the host 3.2 us, in one call 2.4; four 6.0 and 3.0 (docs/benchmarks.md)."""
         if len(waits) == 1:
             self.wait(raw, region, *waits[0])
             return

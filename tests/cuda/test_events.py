@@ -122,7 +122,7 @@ def test_elapsed_time_agrees_with_a_known_kernel(backend: CudaBackend) -> None:
 
 
 def test_the_limit_of_interprocess_events_and_many_cycles(backend: CudaBackend) -> None:
-    events = []
+    events, held = [], backend._quarantine.held  # what a dead process recorded, in another test, stays there for good
 
     def fill() -> None:
         while len(events) <= EVENT_LIMIT:
@@ -135,22 +135,22 @@ def test_the_limit_of_interprocess_events_and_many_cycles(backend: CudaBackend) 
         backend.event_destroy(event)
     for _ in range(25_000):
         backend.event_destroy(backend.event_create(0, timing=False, blocking=False, interprocess=True))
-    assert backend._quarantine.held == 0
+    assert backend._quarantine.held <= held
 
 
 def test_an_event_in_use_is_destroyed_only_when_its_work_is_done(backend: CudaBackend, region: Region) -> None:
-    raw = backend.new_stream(0, 0)
+    raw, held = backend.new_stream(0, 0), backend._quarantine.held
     event = backend.event_create(0, timing=False, blocking=False, interprocess=True)
     backend.wait(raw, region, 0, 1)
     backend.event_record(event, raw)
     backend.event_destroy(event)
-    assert backend._quarantine.held == 1
+    assert backend._quarantine.held == held + 1
     other = backend.event_create(0, timing=False, blocking=False, interprocess=True)
     backend.event_destroy(other)
-    assert backend._quarantine.held == 1, "one that never ends held up another"
+    assert backend._quarantine.held == held + 1, "one that never ends held up another"
     region.words[0] = 1
     backend.stream_synchronize(raw)
-    wait_until(lambda: backend._quarantine.held == 0, "the end of the quarantine")
+    wait_until(lambda: backend._quarantine.held == held, "the end of the quarantine")
     backend.drop_stream(raw)
 
 

@@ -224,10 +224,10 @@ def wait(session: ipcsync.Session, log: Log, rng: random.Random, folder: str) ->
                 if rng.random() < 0.02:
                     break
         except (PeerDied, NotFound) as error:
-            log("told", incarnation, getattr(error, "round", round))
+            log("told", incarnation, getattr(error, "round", 0))
         except StaleHandle:
             session.check()
-            log("told", incarnation, round)
+            log("told", incarnation, 0)  # not `round`, which may be by the count of the event that has the place now
         stream.synchronize()
         close(event)
 
