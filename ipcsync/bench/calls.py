@@ -167,14 +167,7 @@ def several_waits(stream: Any, address: int) -> dict[str, Call]:
         if status:
             raise RuntimeError(f"cuStreamBatchMemOp answered {status}")
 
-    def prepared(count: int) -> list[Any]:
-        operations = [driver.CUstreamBatchMemOpParams() for _ in range(count)]
-        for each in operations:
-            each.waitValue.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_64
-            each.waitValue.flags = 0
-        return operations
-
-    two, four = prepared(2), prepared(4)
+    two, four = (stream._backend._operations(count) for count in (2, 4))
     return {
         "2 waits by cuda-bindings, one by one": lambda: one_by_one(2),
         "2 waits in one cuStreamBatchMemOp": lambda: batched(two),
