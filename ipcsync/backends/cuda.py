@@ -383,16 +383,16 @@ class CudaBackend(Backend):
         for start in range(0, len(waits), _BATCH):
             part = waits[start : start + _BATCH]
             operations = self._operations(len(part))
-            for operation, (index, value) in zip(operations, part, strict=False):
+            for operation, (index, value) in zip(operations, part, strict=True):
                 operation.waitValue.address, operation.waitValue.value64 = region.address + 8 * index, value
-            status = self._on(raw, self._driver.cuStreamBatchMemOp, stream, len(part), operations[: len(part)], 0)
+            status = self._on(raw, self._driver.cuStreamBatchMemOp, stream, len(part), operations, 0)
             self._must(status, "cuStreamBatchMemOp")
             self._spare.append(operations)
             for index, value in part:
                 self._pending.add(region.words, index, value)
 
     def _operations(self, count: int) -> list[Any]:
-        """At least as many waits of a batch, to be filled in: an earlier one's if there are, since making one costs."""
+        """As many waits of a batch, to be filled in; those of an earlier batch if there are, as making one costs."""
         try:
             operations = self._spare.pop()
         except IndexError:
@@ -403,7 +403,7 @@ class CudaBackend(Backend):
             made.waitValue.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_64
             made.waitValue.flags = 0  # GEQ, cyclically
             operations.append(made)
-        return operations
+        return operations[:count]
 
     def passed(self, raw: int) -> Callable[[], bool]:
         return Passed(self, raw)
